@@ -1,0 +1,81 @@
+"""Schema, shape contract and fake of `moelora::moe_lora_align_block_size`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moelora_ops.checks import (
+    INT32_MAX,
+    Sizes,
+    check_device,
+    check_dtype,
+    check_enabled,
+    check_ids,
+    check_pairs,
+    check_positive,
+    check_tensor,
+    holds,
+    ID_DTYPES,
+)
+from moelora_ops.routing import align_capacity
+
+NAME = "moe_lora_align_block_size"
+SCHEMA = (
+    f"{NAME}(Tensor topk_ids, Tensor token_lora_mapping, SymInt num_experts, SymInt block_size, SymInt max_loras, *, "
+    "Tensor? adapter_enabled=None, Tensor? expert_map=None) "
+    "-> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)"
+)
+
+
+def check(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    *,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Raise ValueError or TypeError for whatever the op cannot serve; ids out of range are no error."""
+    check_positive("num_experts", num_experts)
+    check_positive("block_size", block_size)
+    check_positive("max_loras", max_loras, least=0)
+    sizes = Sizes()
+    check_tensor("topk_ids", topk_ids)
+    check_dtype("topk_ids", topk_ids, ID_DTYPES)
+    sizes.bind("topk_ids", topk_ids, "T", "K")
+    check_ids(sizes, "token_lora_mapping", token_lora_mapping, ("T",), "topk_ids", topk_ids)
+    check_pairs(topk_ids, num_experts, "num_experts")
+    capacity = align_capacity(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
+    if holds(capacity > INT32_MAX):
+        raise ValueError(f"block_size must keep the padded row count within {INT32_MAX}, got {block_size} for {capacity} rows")
+    check_enabled(adapter_enabled, max_loras, "topk_ids", topk_ids)
+    if expert_map is not None:
+        sizes.set("num_experts", num_experts, "the argument num_experts")
+        check_ids(sizes, "expert_map", expert_map, ("num_experts",), "topk_ids", topk_ids)
+
+
+def allocate(topk_ids: Tensor, num_experts: int, block_size: int, max_loras: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The three outputs, uninitialised: [L, EM], [L, EM / bs], [L], all int32."""
+    capacity = align_capacity(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
+    shapes = ((max_loras, capacity), (max_loras, capacity // block_size), (max_loras,))
+    sorted_token_ids, expert_ids, num_tokens_post_padded = (topk_ids.new_empty(s, dtype=torch.int32) for s in shapes)
+    return sorted_token_ids, expert_ids, num_tokens_post_padded
+
+
+def fake(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    *,
+    adapter_enabled: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(
+        topk_ids, token_lora_mapping, num_experts, block_size, max_loras, adapter_enabled=adapter_enabled, expert_map=expert_map
+    )
+    return allocate(topk_ids, num_experts, block_size, max_loras)

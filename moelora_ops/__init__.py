@@ -1,0 +1,23 @@
+"""moelora_ops: LoRA adapters on the experts of Mixture-of-Experts models, as PyTorch ops.
+
+Importing registers `torch.ops.moelora.*`. It touches no GPU and compiles nothing.
+"""
+
+import os as _os
+
+# In a source tree the sibling folder meta/ wins over whatever an editable install elsewhere would offer.
+_here = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_here, "meta")) and _os.path.isfile(_os.path.join(_os.path.dirname(_here), "meta", "__init__.py")):
+    __path__.append(_os.path.dirname(_here))
+
+from .errors import AdapterError, UnsupportedError
+from .ops import fused_experts_lora, fused_moe_lora, moe_lora_align_block_size
+
+__version__ = "0.1.0"
+__all__ = [
+    "AdapterError",
+    "UnsupportedError",
+    "fused_experts_lora",
+    "fused_moe_lora",
+    "moe_lora_align_block_size",
+]

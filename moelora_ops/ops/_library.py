@@ -1,0 +1,96 @@
+"""The one `torch.library.Library` of the package, and how an op enters it.
+
+`register` gives an op its schema, fake, CPU and CUDA kernels. `refuse_backward` adds an autograd kernel whose only job is to make
+a backward pass raise: PyTorch's default for an op without a formula is a warning and a missing gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("moelora", "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def register(schema: str, *, fake: Callable[..., Any], cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Any:
+    """Define the op of `schema` with its kernels; returns the overload to call.
+
+    Kernels get the arguments as the schema orders them: keyword-only ones by name, those equal to their default left out.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=TAGS)
+    torch.library.register_fake(f"moelora::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    return getattr(torch.ops.moelora, name).default
+
+
+def refuse_backward(op: Any) -> None:
+    """Make the float results of `op` (its return, or the first argument it writes) raise when backward reaches them."""
+    name = op._schema.name.partition("::")[2]
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+    function = _RefuseInPlace if writes else _RefusePure
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        edge = _first_requiring_grad((*args, *kwargs.values())) if torch.is_grad_enabled() else None
+        if edge is not None:
+            result = function.apply(args[0], edge, name, op, args, kwargs)
+            return None if writes else result
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    LIBRARY.impl(name, kernel, "Autograd")
+
+
+# A real op, so that compiling a forward whose inputs require grad works and only running its backward raises.
+LIBRARY.define("no_backward(Tensor grad, SymInt[] size, str op) -> Tensor", tags=TAGS)
+
+
+def _no_backward(grad: Tensor, size: list[int], op: str) -> Tensor:
+    raise NotImplementedError(f"moelora::{op} has no backward: it serves inference only (call it under torch.no_grad())")
+
+
+LIBRARY.impl("no_backward", _no_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("moelora::no_backward", lambda grad, size, op: grad.new_empty(size), lib=LIBRARY)
+
+
+def _first_requiring_grad(args: Iterable[Any]) -> Tensor | None:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            arg = _first_requiring_grad(arg)
+        if isinstance(arg, Tensor) and arg.requires_grad:
+            return arg
+    return None
+
+
+class _RefusePure(torch.autograd.Function):
+    """One edge, to the first input that requires grad, is enough for backward to reach the error."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, edge: Tensor, name: str, op: Any, args: Any, kwargs: Any) -> Any:
+        ctx.name, ctx.size = name, edge.shape
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, torch.ops.moelora.no_backward(grad, ctx.size, ctx.name), None, None, None, None
+
+
+class _RefuseInPlace(torch.autograd.Function):
+    """The written argument becomes the result, so whoever differentiates through it reaches the error."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, edge: Tensor, name: str, op: Any, args: Any, kwargs: Any) -> Tensor:
+        ctx.name, ctx.size = name, edge.shape
+        with torch._C._AutoDispatchBelowAutograd():
+            op(output, *args[1:], **kwargs)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, torch.ops.moelora.no_backward(grad, ctx.size, ctx.name), None, None, None, None

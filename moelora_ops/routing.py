@@ -1,0 +1,67 @@
+"""What is known on the host about a routing: capacities that follow from sizes alone, never from device data.
+
+A *pair* is one (token, choice): pair p = t * top_k + k. Kernels read the true counts on the device; buffers and grids are sized
+by the bounds below, so nothing on the hot path waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def round_up(value: Any, multiple: Any) -> Any:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def align_capacity(num_pairs: Any, num_experts: Any, block_size: Any) -> Any:
+    """Columns of `sorted_token_ids`: EM = round_up(min(P * bs, P + E * (bs - 1)), bs).
+
+    Each of the at most min(P, E) groups of a slot is padded by less than a block. Symbolic sizes stay symbolic (no guard).
+
+    >>> align_capacity(6, 4, 4)
+    20
+    """
+    return round_up(torch.sym_min(num_pairs * block_size, num_pairs + num_experts * (block_size - 1)), block_size)
+
+
+def max_blocks(num_pairs: int, num_groups: int, block_rows: int) -> int:
+    """Most blocks of `block_rows` rows that P pairs in at most `num_groups` groups can need.
+
+    >>> max_blocks(num_pairs=8, num_groups=1152, block_rows=16)
+    8
+    >>> max_blocks(num_pairs=4096, num_groups=128, block_rows=64)
+    192
+    """
+    return min(num_pairs, num_pairs // block_rows + min(num_groups, num_pairs))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One compact sort of the pairs by (expert, adapter), made once per layer and carried to every kernel.
+
+    Rows are positions in the sorted order; pairs of one (expert, adapter) are a contiguous *segment*, ascending inside.
+    Within an expert the pairs without an adapter come first. Pairs with an expert outside [0, E) have no row: rows past
+    the number of valid pairs are undefined and no block covers them.
+
+    Worked example: T = 3, K = 2, E = 4, topk_ids [[2, 0], [2, 7], [0, 2]], token_lora_mapping [1, -1, 1], block_m = 4
+
+        row           0   1   2   3   4
+        pair          1   4   2   0   5        pair 3 (expert 7) is nowhere
+        expert        0   0   2   2   2
+        lora          1   1  -1   1   1
+        segment_end   2   2   3   5   5
+        expert blocks     (expert 0, rows 0..2)  (expert 2, rows 2..5)
+        segment blocks    (expert 0, lora 1, rows 0..2)  (expert 2, lora 1, rows 3..5)
+    """
+
+    order: Tensor  # [P] int32: pair at each row
+    row_lora: Tensor  # [P] int32: adapter slot of each row, -1 none
+    segment_end: Tensor  # [P] int32: first row after the segment of each row
+    expert_blocks: Tensor  # [max expert blocks, 3] int32: expert, first row, last row + 1; expert -1 past the last block
+    segment_blocks: Tensor  # [max segment blocks, 4] int32: expert, slot, first row, last row + 1; slot >= 0; expert -1 past the last
+    block_m: int  # rows of an expert block
+    segment_m: int  # rows of a segment block

@@ -1,0 +1,1 @@
+"""Cases, tolerances and timing shared by tests, benchmarks and the tuner."""
