@@ -10,14 +10,23 @@ _here = _os.path.dirname(_os.path.abspath(__file__))
 if not _os.path.isdir(_os.path.join(_here, "meta")) and _os.path.isfile(_os.path.join(_os.path.dirname(_here), "meta", "__init__.py")):
     __path__.append(_os.path.dirname(_here))
 
+from .adapters import LoraAdapter, LoraPool, load_adapter
 from .errors import AdapterError, UnsupportedError
+from .layers import FusedMoEWithLoRA, MoeRunner
 from .ops import fused_experts_lora, fused_moe_lora, moe_lora_align_block_size
+from .routing import token_lora_mapping
 
 __version__ = "0.1.0"
 __all__ = [
     "AdapterError",
+    "FusedMoEWithLoRA",
+    "LoraAdapter",
+    "LoraPool",
+    "MoeRunner",
     "UnsupportedError",
     "fused_experts_lora",
     "fused_moe_lora",
+    "load_adapter",
     "moe_lora_align_block_size",
+    "token_lora_mapping",
 ]

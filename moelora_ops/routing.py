@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import ID_DTYPES, INT32_MAX, Sizes, check_dtype, check_ids, check_positive, check_tensor, holds
+
 
 def round_up(value: Any, multiple: Any) -> Any:
     return (value + multiple - 1) // multiple * multiple
@@ -65,3 +67,38 @@ class Routing:
     segment_blocks: Tensor  # [max segment blocks, 4] int32: expert, slot, first row, last row + 1; slot >= 0; expert -1 past the last
     block_m: int  # rows of an expert block
     segment_m: int  # rows of a segment block
+
+
+def token_lora_mapping(seg_indptr: Tensor, lora_ids: Tensor, num_tokens: int) -> Tensor:
+    """Turn segments of requests into the adapter slot of each token.
+
+        mapping[t] = lora_ids[i]   for seg_indptr[i] <= t < seg_indptr[i + 1],   -1 where no segment holds t
+
+    Plain traceable torch without a host read: sizes may be dynamic, and a replayed graph follows the values.
+
+    >>> token_lora_mapping(torch.tensor([0, 2, 2, 5]), torch.tensor([1, 7, -1]), 6).tolist()
+    [1, 1, -1, -1, -1, -1]
+
+    Args:
+        seg_indptr: (N + 1,) int32 or int64, first token of each segment and the end of the last; non-decreasing (an empty
+            segment holds no token).
+        lora_ids: (N,) int32 or int64, adapter slot of each segment; negative: none.
+        num_tokens: T; tokens before the first and past the last segment get -1.
+
+    Returns: (T,) int32 on the device of `seg_indptr`.
+    Raises: ValueError, TypeError naming the argument, what was expected and what came.
+    """
+    check_positive("num_tokens", num_tokens, least=0)
+    check_tensor("seg_indptr", seg_indptr)
+    check_dtype("seg_indptr", seg_indptr, ID_DTYPES)
+    if seg_indptr.dim() != 1 or holds(seg_indptr.shape[0] < 1):
+        raise ValueError(f"seg_indptr must have shape [N + 1], got {tuple(seg_indptr.shape)}")
+    sizes = Sizes()
+    sizes.set("N", seg_indptr.shape[0] - 1, "seg_indptr (its length - 1)")
+    check_ids(sizes, "lora_ids", lora_ids, ("N",), "seg_indptr", seg_indptr)
+    token = torch.arange(num_tokens, dtype=seg_indptr.dtype, device=seg_indptr.device)
+    segment = torch.searchsorted(seg_indptr.contiguous(), token, right=True) - 1  # the last one that starts at or before t
+    # An id that int32 cannot hold must not wrap into a valid slot. Entry N, one past the last segment, is "none".
+    ids = torch.where((lora_ids >= 0) & (lora_ids <= INT32_MAX), lora_ids, -1).to(torch.int32)
+    ids = torch.cat([ids, ids.new_full((1,), -1)])
+    return torch.where(segment >= 0, ids[segment.clamp(min=0)], -1)

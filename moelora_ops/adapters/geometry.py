@@ -1,0 +1,142 @@
+"""What an adapter must fit: the sizes of a base model's routed experts, read from its config."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+from ..errors import AdapterError
+
+# The same size goes by several names; the first one that a config has counts.
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class MoeGeometry:
+    """Sizes and storage of the routed experts of a base model.
+
+    >>> MoeGeometry.from_config({"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8,
+    ...                          "hidden_size": 4096, "intermediate_size": 14336}).moe_layers
+    (0, 1)
+    """
+
+    num_layers: int  # decoder layers, dense ones included
+    moe_layers: tuple[int, ...]  # ids of those with routed experts
+    num_experts: int
+    hidden_size: int  # width of the experts' input and output
+    intermediate_size: int
+    gated: bool = True  # gate and up, or up alone
+    interleaved: bool = False  # base rows of the first projection alternate gate, up, gate, ...
+    transposed: bool = False  # base weights are stored [E, in, out]
+    model_type: str = ""
+
+    @classmethod
+    def from_config(cls, config: Any) -> MoeGeometry:
+        """Read the geometry from a transformers config object, its dict, or the path of a config.json.
+
+        Raises: AdapterError naming the field that is missing or wrong.
+        """
+        fields = _as_mapping(config)
+        inner = fields.get("text_config")
+        if isinstance(inner, Mapping):  # multimodal models: the experts are in the language model
+            fields = inner
+        model_type = fields.get("model_type", "")
+        if not isinstance(model_type, str):
+            raise AdapterError(f"config field model_type must be a string, got {model_type!r}")
+        num_layers = _size(fields, ("num_hidden_layers",)) if "num_hidden_layers" in fields else len(_layer_types(fields))
+        latent = fields.get("moe_latent_size")
+        return cls(
+            num_layers=num_layers,
+            moe_layers=_moe_layers(fields, model_type, num_layers),
+            num_experts=_size(fields, _NUM_EXPERTS),
+            hidden_size=_size(fields, ("hidden_size",) if latent is None else ("moe_latent_size",)),
+            intermediate_size=_size(fields, _INTERMEDIATE),
+            gated=model_type != "nemotron_h",
+            interleaved=model_type == "gpt_oss",
+            transposed=model_type in ("gpt_oss", "llama4", "llama4_text"),
+            model_type=model_type,
+        )
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        if path.is_dir():
+            path = path / "config.json"
+        return read_json_object(path, "config")
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise AdapterError(f"config must be a transformers config, a dict or a path to config.json, got {type(config).__name__}")
+    return config
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises: AdapterError where the file is missing, is not JSON, or is not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AdapterError(f"{what} must be a readable file {path.name}, got {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{what} {path.name} must be JSON, got {error}") from error
+    if not isinstance(value, dict):
+        raise AdapterError(f"{what} {path.name} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _size(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    value = next((fields[n] for n in names if fields.get(n) is not None), None)
+    if value is None:
+        raise AdapterError(f"config field {' or '.join(names)} must be given, got none of them")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AdapterError(f"config field {' or '.join(names)} must be an int >= 1, got {value!r}")
+    return value
+
+
+def _layer_types(fields: Mapping[str, Any]) -> list[Any]:
+    pattern = fields.get("layers_block_type") or fields.get("hybrid_override_pattern")
+    if not isinstance(pattern, (list, tuple, str)):
+        raise AdapterError("config field num_hidden_layers must be given, got none")
+    return list(pattern)
+
+
+def _ints(fields: Mapping[str, Any], name: str) -> list[int]:
+    value = fields.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, int) for v in value):
+        raise AdapterError(f"config field {name} must be a list of layer ids, got {value!r}")
+    return list(value)
+
+
+def _step(fields: Mapping[str, Any], name: str) -> int:
+    return _size(fields, (name,)) if fields.get(name) is not None else 1
+
+
+def _moe_layers(fields: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int, ...]:
+    """Which decoder layers have routed experts."""
+    layers = range(num_layers)
+    if model_type == "nemotron_h":
+        return tuple(i for i, kind in enumerate(_layer_types(fields)) if kind in ("moe", "E"))
+    if model_type in ("llama4", "llama4_text"):
+        if fields.get("moe_layers") is not None:
+            return tuple(i for i in _ints(fields, "moe_layers") if i < num_layers)
+        step = _step(fields, "interleave_moe_layer_step")
+        return tuple(range(step - 1, num_layers, step))
+    dense = set(_ints(fields, "mlp_only_layers"))
+    if isinstance(fields.get("mlp_layer_types"), (list, tuple)):  # transformers v5 of the DeepSeek family
+        dense |= {i for i, kind in enumerate(fields["mlp_layer_types"]) if kind == "dense"}
+    first_dense = fields.get("first_k_dense_replace") or 0
+    step = _step(fields, "decoder_sparse_step")
+    frequency = fields.get("moe_layer_freq")
+    frequency = frequency if isinstance(frequency, int) and frequency > 0 else 1
+    return tuple(
+        i for i in layers if i not in dense and i >= first_dense and (i + 1) % step == 0 and i % frequency == 0
+    )

@@ -1,0 +1,208 @@
+"""The expert layer as modules: around anybody's base GEMMs, or around weights of ours."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import reference
+from .adapters.pool import PoolLayer
+from .checks import check_dtype, check_positive, check_tensor
+from .meta.fused_experts_lora import check_activation
+from .ops import fused_experts_lora, fused_moe_lora, moe_lora_align_block_size
+
+BaseGemm = Callable[[Tensor, Tensor], Tensor]
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class MoeRunner(nn.Module):
+    """The expert layer of `fused_experts_lora` around anybody's base GEMMs, with each token's adapter inside.
+
+    base_gate_up -> delta -> activation -> base_down -> delta -> weighted sum over the choices, one routing for both deltas. With two
+    weight tensors it calls the fused op instead.
+
+    Args:
+        base_gate_up: w13 (E, S * I, H), or a callable (hidden_states (T, H), topk_ids (T, K)) -> (T, K, S * I): the first
+            projection of every pair with its bias, unweighted, dtype of hidden_states, in fresh memory (it is written).
+        base_down: w2 (E, H, I), or a callable (activations (T * K, I), topk_ids (T, K)) -> (T, K, H), likewise. Callables get
+            topk_ids as `forward` got them (global ids when there is an expert_map); what they return for a pair whose expert
+            is out of range is never read into a result.
+        num_experts: E, the experts of the base and the pool.
+        lora: a layer of a `LoraPool`, or None.
+        activation, gated, interleaved, swiglu_alpha, swiglu_limit, apply_router_weight_on_input, routed_scaling_factor,
+            expert_map, w13_bias, w2_bias: as in `fused_experts_lora`; callables add their biases themselves, and with them
+            `apply_router_weight_on_input` needs K = 1.
+        lora_enabled: False never touches LoRA: neither the alignment nor a delta runs. May be set later.
+        block_size: of the alignment.
+
+    Raises: ValueError, TypeError naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        base_gate_up: Tensor | BaseGemm,
+        base_down: Tensor | BaseGemm,
+        *,
+        num_experts: int,
+        lora: PoolLayer | None = None,
+        activation: str = "silu",
+        gated: bool = True,
+        interleaved: bool = False,
+        swiglu_alpha: float = 1.702,
+        swiglu_limit: float | None = None,
+        apply_router_weight_on_input: bool = False,
+        routed_scaling_factor: float = 1.0,
+        expert_map: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        lora_enabled: bool = True,
+        block_size: int = 16,
+    ) -> None:
+        super().__init__()
+        check_positive("num_experts", num_experts)
+        check_positive("block_size", block_size)
+        check_activation(activation, gated, interleaved, swiglu_limit)
+        if lora is not None and not isinstance(lora, PoolLayer):
+            raise TypeError(f"lora must be a PoolLayer (pool.layer(i)) or None, got {type(lora).__name__}")
+        if lora is not None and lora.lora_b13.shape[1] != num_experts:
+            raise ValueError(f"lora must hold num_experts = {num_experts} experts, got {lora.lora_b13.shape[1]}")
+        self.num_experts, self.lora, self.lora_enabled, self.block_size = num_experts, lora, lora_enabled, block_size
+        self.activation, self.gated, self.interleaved = activation, gated, interleaved
+        self.swiglu_alpha, self.swiglu_limit = swiglu_alpha, swiglu_limit
+        self.apply_router_weight_on_input, self.routed_scaling_factor = apply_router_weight_on_input, routed_scaling_factor
+        self.base_gate_up = self.base_down = None
+        self._set_tensor("expert_map", expert_map)
+        if isinstance(base_gate_up, Tensor) and isinstance(base_down, Tensor):
+            if base_gate_up.shape[0] != num_experts:
+                raise ValueError(f"base_gate_up dim 0 must be num_experts = {num_experts}, got {base_gate_up.shape[0]}")
+            for name, tensor in (("w13", base_gate_up), ("w2", base_down), ("w13_bias", w13_bias), ("w2_bias", w2_bias)):
+                self._set_tensor(name, tensor)
+        elif callable(base_gate_up) and callable(base_down):
+            for name, tensor in (("w13_bias", w13_bias), ("w2_bias", w2_bias)):
+                if tensor is not None:
+                    raise ValueError(f"{name} must be None with callables (they add their biases themselves), got a Tensor")
+            self.base_gate_up, self.base_down = base_gate_up, base_down
+        else:
+            kinds = f"{type(base_gate_up).__name__} and {type(base_down).__name__}"
+            raise TypeError(f"base_gate_up and base_down must be two weight Tensors or two callables, got {kinds}")
+
+    def _set_tensor(self, name: str, tensor: Tensor | None) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor, persistent=name != "expert_map")
+
+    def forward(
+        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, token_lora_mapping: Tensor | None = None
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            hidden_states: (T, H). topk_weights: (T, K), any float dtype (used in fp32). topk_ids: (T, K) int32 or int64.
+            token_lora_mapping: (T,) int32 or int64, -1 none; None: no adapter at all.
+
+        Returns: (T, H), dtype of hidden_states.
+        """
+        check_tensor("topk_weights", topk_weights)
+        check_dtype("topk_weights", topk_weights, _WEIGHT_DTYPES)
+        topk_weights = topk_weights.float()
+        lora = self.lora if self.lora_enabled and token_lora_mapping is not None else None
+        if self.base_gate_up is None:
+            return self._fused(hidden_states, topk_weights, topk_ids, token_lora_mapping, lora)
+        return self._around_callables(hidden_states, topk_weights, topk_ids, token_lora_mapping, lora)
+
+    def _fused(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, mapping: Tensor | None, lora: PoolLayer | None
+    ) -> Tensor:
+        if mapping is None:
+            mapping = topk_ids.new_full(topk_ids.shape[:1], -1)
+        adapters = (None,) * 4 if lora is None else (lora.lora_a13, lora.lora_b13, lora.lora_a2, lora.lora_b2)
+        return fused_experts_lora(
+            x, self.w13, self.w2, topk_weights, topk_ids, mapping, *adapters,
+            lora_ranks=None if lora is None else lora.lora_ranks,
+            adapter_enabled=None if lora is None else lora.adapter_enabled,
+            w13_bias=self.w13_bias, w2_bias=self.w2_bias, expert_map=self.expert_map, activation=self.activation,
+            gated=self.gated, interleaved=self.interleaved, swiglu_alpha=self.swiglu_alpha, swiglu_limit=self.swiglu_limit,
+            apply_router_weight_on_input=self.apply_router_weight_on_input, routed_scaling_factor=self.routed_scaling_factor,
+        )  # fmt: skip
+
+    def _around_callables(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, mapping: Tensor | None, lora: PoolLayer | None
+    ) -> Tensor:
+        num_tokens, top_k = topk_ids.shape
+        valid = reference.pair_experts(topk_ids, self.num_experts, self.expert_map).view(num_tokens, top_k) >= 0
+        if self.apply_router_weight_on_input:
+            if top_k != 1:
+                raise ValueError(f"topk_ids dim 1 must be 1 for apply_router_weight_on_input with callables, got {top_k}")
+            x = (x.float() * topk_weights).to(x.dtype)  # rounded once; the base and the delta's A read the same input
+        routing = None if lora is None else self._align(topk_ids, mapping, lora)
+
+        gate_up = self._call_base("base_gate_up", x, topk_ids, x.dtype)
+        interleaved = self.interleaved
+        if lora is not None:
+            if interleaved:  # the delta op writes whole slices: one copy to [gate | up]
+                gate_up, interleaved = torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], dim=-1), False
+            fused_moe_lora(gate_up, x, *self._gate_up_slices(lora), topk_weights, *routing, lora_ranks=lora.lora_ranks)
+        h = reference.activate(  # in fp32, rounded once
+            gate_up.float(), self.activation, gated=self.gated, interleaved=interleaved, alpha=self.swiglu_alpha, limit=self.swiglu_limit
+        ).to(x.dtype)
+
+        h = h.flatten(0, 1)
+        y = self._call_base("base_down", h, topk_ids, x.dtype)
+        if lora is not None:
+            fused_moe_lora(y, h, [lora.lora_a2], [lora.lora_b2], topk_weights, *routing, lora_ranks=lora.lora_ranks)
+        y = y.float()  # base plus delta was rounded once per pair; weights and the sum over choices are fp32
+        if not self.apply_router_weight_on_input:
+            y = y * topk_weights.unsqueeze(-1)
+        y = torch.where(valid.unsqueeze(-1), y, 0.0)  # select, not multiply: NaN * 0 is NaN
+        return (self.routed_scaling_factor * y.sum(1)).to(x.dtype)
+
+    def _align(self, topk_ids: Tensor, mapping: Tensor | None, lora: PoolLayer) -> tuple[Tensor, Tensor, Tensor]:
+        num_experts = self.num_experts if self.expert_map is None else self.expert_map.shape[0]
+        return moe_lora_align_block_size(
+            topk_ids,
+            mapping,
+            num_experts,
+            self.block_size,
+            lora.lora_ranks.shape[0],
+            adapter_enabled=lora.adapter_enabled,
+            expert_map=self.expert_map,
+        )
+
+    def _gate_up_slices(self, lora: PoolLayer) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the pool, one A and one B for each slice."""
+        if not self.gated:
+            return [lora.lora_a13], [lora.lora_b13]
+        b = lora.lora_b13
+        halves = [b[:, :, 0::2], b[:, :, 1::2]] if self.interleaved else list(b.chunk(2, dim=2))
+        return list(lora.lora_a13.chunk(2, dim=2)), halves
+
+    def _call_base(self, name: str, rows: Tensor, topk_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        out = getattr(self, name)(rows, topk_ids)
+        check_tensor(f"the result of {name}", out)
+        check_dtype(f"the result of {name}", out, (dtype,), " like hidden_states")
+        if out.dim() != 3 or out.shape[:2] != topk_ids.shape:
+            raise ValueError(f"the result of {name} must have shape [T, K, out] with {tuple(topk_ids.shape)}, got {tuple(out.shape)}")
+        return out
+
+
+class FusedMoEWithLoRA(MoeRunner):
+    """The expert layer around base weights and a layer of a `LoraPool`: one fused op.
+
+    Args:
+        w13: (E, S * I, H), w2: (E, H, I): become Parameters that need no gradient (given Parameters stay as they are).
+        lora: a layer of a `LoraPool`, or None. Its tensors belong to the pool: they are not in the state_dict and do not move
+            with the module.
+        options: as in `MoeRunner`; num_experts follows from w13.
+    """
+
+    def __init__(self, w13: Tensor, w2: Tensor, lora: PoolLayer | None = None, **options: Any) -> None:
+        check_tensor("w13", w13)
+        check_tensor("w2", w2)
+        super().__init__(_as_parameter(w13), _as_parameter(w2), num_experts=w13.shape[0], lora=lora, **options)
+
+
+def _as_parameter(tensor: Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
