@@ -57,7 +57,7 @@ def check(
     routed_scaling_factor: float = 1.0,
 ) -> None:
     """Raise ValueError or TypeError for whatever the op cannot serve; ids out of range are no error."""
-    _check_activation(activation, gated, interleaved, swiglu_limit)
+    check_activation(activation, gated, interleaved, swiglu_limit)
     sizes = Sizes()
     check_tensor("hidden_states", hidden_states)
     check_dtype("hidden_states", hidden_states, COMPUTE_DTYPES)
@@ -89,7 +89,7 @@ def check(
         check_enabled(adapter_enabled, sizes["L"], "hidden_states", hidden_states)
 
 
-def _check_activation(activation: str, gated: bool, interleaved: bool, swiglu_limit: float | None) -> None:
+def check_activation(activation: str, gated: bool, interleaved: bool, swiglu_limit: float | None) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if not gated and activation == "swigluoai":
