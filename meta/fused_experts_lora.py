@@ -17,7 +17,6 @@ from moelora_ops.checks import (
     check_inner_stride,
     check_pairs,
     check_tensor,
-    holds,
 )
 
 NAME = "fused_experts_lora"
@@ -85,8 +84,7 @@ def check(
         check_dtype("lora_ranks", lora_ranks, (torch.int32,))
         sizes.bind("lora_ranks", lora_ranks, "L")
         check_device("lora_ranks", lora_ranks, "hidden_states", hidden_states)
-    if "L" in sizes.known:
-        check_enabled(adapter_enabled, sizes["L"], "hidden_states", hidden_states)
+    check_enabled(adapter_enabled, sizes["L"] if "L" in sizes.known else 0, "hidden_states", hidden_states)
 
 
 def check_activation(activation: str, gated: bool, interleaved: bool, swiglu_limit: float | None) -> None:

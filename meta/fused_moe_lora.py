@@ -13,6 +13,7 @@ from moelora_ops.checks import (
     check_device,
     check_dtype,
     check_inner_stride,
+    check_pair_count,
     check_positive,
     check_tensor,
     holds,
@@ -22,7 +23,7 @@ NAME = "fused_moe_lora"
 SCHEMA = (
     f"{NAME}(Tensor(a!) output, Tensor hidden_states, Tensor[] lora_a_stacked, Tensor[] lora_b_stacked, Tensor topk_weights, "
     "Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, *, "
-    "Tensor? lora_ranks=None, bool mul_routed_weight=False, int offset=0) -> ()"
+    "Tensor? lora_ranks=None, bool mul_routed_weight=False, SymInt offset=0) -> ()"
 )
 
 
@@ -46,6 +47,7 @@ def check(
     check_dtype("output", output, COMPUTE_DTYPES)
     sizes.bind("output", output, "T", "K", "out")
     _check_writable(output)
+    check_pair_count("output", output.shape[0] * output.shape[1])
     _check_hidden_states(sizes, hidden_states, output)
     _check_adapters(sizes, lora_a_stacked, lora_b_stacked, hidden_states)
     check_positive("offset", offset, least=0)
@@ -74,12 +76,19 @@ def check(
 
 
 def _check_writable(output: Tensor) -> None:
+    """Rows are contiguous and no element has two addresses (any order of the two outer dimensions)."""
     check_inner_stride("output", output)
-    for dim in (0, 1):
-        if holds(output.shape[dim] > 1) and holds(output.stride(dim) < output.shape[2]):
-            raise ValueError(
-                f"output must not overlap itself, got stride {output.stride(dim)} in dim {dim} for rows of {output.shape[2]}"
-            )
+    num_tokens, top_k, width = output.shape
+    token_stride, choice_stride, _ = output.stride()
+    tokens_apart = holds(num_tokens <= 1) or not holds(token_stride < width)
+    choices_apart = holds(top_k <= 1) or not holds(choice_stride < width)
+    token_blocks_apart = not holds(token_stride < (top_k - 1) * choice_stride + width)
+    choice_blocks_apart = not holds(choice_stride < (num_tokens - 1) * token_stride + width)
+    one_row_deep = holds(num_tokens <= 1) or holds(top_k <= 1)
+    if not (tokens_apart and choices_apart and (one_row_deep or token_blocks_apart or choice_blocks_apart)):
+        raise ValueError(
+            f"output must not overlap itself, got shape {tuple(output.shape)} with strides {tuple(output.stride())}"
+        )
 
 
 def _check_hidden_states(sizes: Sizes, hidden_states: Tensor, output: Tensor) -> None:

@@ -145,7 +145,7 @@ def fused_experts_lora(
             ye = ye + accumulate(w2_bias[e])
         _add_down_delta(ye, h, slot[pairs], lora_a2, lora_b2, lora_ranks, e)
         y[pairs] = ye if apply_router_weight_on_input else ye * weight[pairs]
-    out = routed_scaling_factor * y.view(*topk_ids.shape, -1).sum(1)
+    out = routed_scaling_factor * y.view(*topk_ids.shape, y.shape[1]).sum(1)
     return out.to(hidden_states.dtype)
 
 

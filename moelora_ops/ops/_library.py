@@ -11,12 +11,18 @@ from typing import Any, Callable, Iterable
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
+
 LIBRARY = torch.library.Library("moelora", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
-def register(schema: str, *, fake: Callable[..., Any], cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Any:
+def register(
+    schema: str, *, check: Callable[..., None], fake: Callable[..., Any], cpu: Callable[..., Any], cuda: Callable[..., Any]
+) -> Any:
     """Define the op of `schema` with its kernels; returns the overload to call.
+
+    Every other backend (sparse, MKL-DNN, other accelerators) gets the error of `check`, or that there is no kernel.
 
     Kernels get the arguments as the schema orders them: keyword-only ones by name, those equal to their default left out.
     """
@@ -25,6 +31,12 @@ def register(schema: str, *, fake: Callable[..., Any], cpu: Callable[..., Any], 
     torch.library.register_fake(f"moelora::{name}", fake, lib=LIBRARY)
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
+
+    def unserved(*args: Any, **kwargs: Any) -> None:
+        check(*args, **kwargs)
+        raise UnsupportedError(f"moelora::{name} has kernels for cpu and cuda tensors, got {args[0].device.type}")
+
+    LIBRARY.impl(name, unserved, "CompositeExplicitAutograd")
     return getattr(torch.ops.moelora, name).default
 
 

@@ -29,7 +29,7 @@ def _cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return align.moe_lora_align_block_size(*args, **kwargs)
 
 
-_OP = _library.register(contract.SCHEMA, fake=contract.fake, cpu=_cpu, cuda=_cuda)
+_OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
 
 
 def moe_lora_align_block_size(

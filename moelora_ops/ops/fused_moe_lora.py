@@ -26,7 +26,7 @@ def _cuda(*args: Any, **kwargs: Any) -> None:
     delta.fused_moe_lora(*args, **kwargs)
 
 
-_OP = _library.register(contract.SCHEMA, fake=contract.fake, cpu=_cpu, cuda=_cuda)
+_OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
 _library.refuse_backward(_OP)
 
 
