@@ -13,6 +13,9 @@ from ..errors import AdapterError
 # The same size goes by several names; the first one that a config has counts.
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
+_NOT_GATED = ("nemotron_h",)
+_INTERLEAVED = ("gpt_oss", "openai_privacy_filter")
+_TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text", "llama4", "llama4_text")
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,17 @@ class MoeGeometry:
             num_experts=_size(fields, _NUM_EXPERTS),
             hidden_size=_size(fields, ("hidden_size",) if latent is None else ("moe_latent_size",)),
             intermediate_size=_size(fields, _INTERMEDIATE),
-            gated=model_type != "nemotron_h",
-            interleaved=model_type == "gpt_oss",
-            transposed=model_type in ("gpt_oss", "llama4", "llama4_text"),
+            gated=model_type not in _NOT_GATED,
+            interleaved=model_type in _INTERLEAVED,
+            transposed=model_type in _TRANSPOSED,
             model_type=model_type,
         )
+
+    def sizes(self, projection: str) -> tuple[int, int]:
+        """(in, out) of "gate", "up" or "down"."""
+        if projection == "down":
+            return self.intermediate_size, self.hidden_size
+        return self.hidden_size, self.intermediate_size
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

@@ -214,7 +214,7 @@ class LoraPool:
 
     def _check_layer(self, where: str, projections: Mapping[str, ProjectionLora]) -> None:
         hidden, inner = self.hidden_size, self.intermediate_size
-        sizes = {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+        sizes = {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}  # in, out
         if not self.gated:
             del sizes["gate"]
         for name, lora in projections.items():
