@@ -1,0 +1,239 @@
+// The kernels of simd.h, written once over the vector primitives of an instruction set.
+//
+// Included inside the anonymous namespace of simd_<isa>.cpp, after the primitives:
+//   Vec, kLanes, kTileRows, kTileCols, zero, load(const T*), load_part(const T*, count), store(T*, Vec), fma, lane_sums.
+// Nothing here may instantiate library code: the linker could keep the copy compiled for the larger instruction set.
+
+constexpr int64_t kDepthBlock = 1024;  // kTileCols weight rows of a block fill half of a 32 KB L1
+
+inline int64_t num_tiles(int64_t rows) { return divide_up(rows, kTileRows); }
+
+// Rows are cut into tiles of nearly equal height: 8 rows are 4 + 4, not 6 + 2.
+inline int64_t tile_begin(int64_t rows, int64_t tile) {
+  const int64_t tiles = num_tiles(rows), larger = rows % tiles;
+  return tile * (rows / tiles) + (tile < larger ? tile : larger);
+}
+
+// Packed layout: the tiles one after the other, each as [depth / lanes][rows of the tile][lanes], zero past the depth.
+template <class T>
+void pack(const void* const* rows, const float* scale, int64_t num_rows, int64_t depth, float* packed) {
+  const int64_t padded = round_up(depth, kLanes);
+  for (int64_t tile = 0; tile < num_tiles(num_rows); ++tile) {
+    const int64_t begin = tile_begin(num_rows, tile), height = tile_begin(num_rows, tile + 1) - begin;
+    for (int64_t m = 0; m < height; ++m) {
+      const T* row = static_cast<const T*>(rows[begin + m]);
+      const Vec factor = broadcast(scale == nullptr ? 1.0f : scale[begin + m]);
+      float* out = packed + begin * padded + m * kLanes;
+      for (int64_t k = 0; k < depth; k += kLanes, out += height * kLanes) {
+        const Vec value = depth - k >= kLanes ? load(row + k) : load_part(row + k, depth - k);
+        store(out, scale == nullptr ? value : mul(value, factor));
+      }
+    }
+  }
+}
+
+// One register tile: kRows packed rows by kCols rows of w, over `depth` elements; then the rows' deltas; then the lane sums.
+template <class T, int kRows, int kCols, bool kPrefetch>
+void tile(const float* x, const T* w, int64_t w_stride, int64_t depth, const RowDelta* delta, int64_t first_col, bool accumulate,
+          float* c, int64_t c_stride) {
+  constexpr int kGroups = (kRows * kCols + kLanes - 1) / kLanes;
+  Vec acc[kGroups * kLanes];
+#pragma GCC unroll 64
+  for (int i = 0; i < kGroups * kLanes; ++i) acc[i] = zero();
+  int64_t k = 0;
+  for (; k + kLanes <= depth; k += kLanes, x += kRows * kLanes) {
+    Vec wv[kCols];
+#pragma GCC unroll 8
+    for (int n = 0; n < kCols; ++n) {
+      wv[n] = load(w + n * w_stride + k);
+      if (kPrefetch) __builtin_prefetch(w + (n + kCols) * w_stride + k, 0, kPrefetchLocality);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+      const Vec xv = load(x + m * kLanes);
+#pragma GCC unroll 8
+      for (int n = 0; n < kCols; ++n) acc[m * kCols + n] = fma(xv, wv[n], acc[m * kCols + n]);
+    }
+  }
+  if (k < depth) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kCols; ++n) {
+      const Vec wv = load_part(w + n * w_stride + k, depth - k);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) acc[m * kCols + n] = fma(load(x + m * kLanes), wv, acc[m * kCols + n]);
+    }
+  }
+  if (delta != nullptr) {
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+      const RowDelta& d = delta[m];
+      const T* b = static_cast<const T*>(d.b) + first_col * d.b_stride;
+      for (int64_t r = 0; r < d.rank; r += kLanes) {
+        const Vec zv = load(d.z + r);
+#pragma GCC unroll 8
+        for (int n = 0; n < kCols; ++n) {
+          const T* bn = b + n * d.b_stride + r;
+          const Vec bv = d.rank - r >= kLanes ? load(bn) : load_part(bn, d.rank - r);
+          acc[m * kCols + n] = fma(zv, bv, acc[m * kCols + n]);
+        }
+      }
+    }
+  }
+  float sums[kGroups * kLanes];
+#pragma GCC unroll 8
+  for (int g = 0; g < kGroups; ++g) store(sums + g * kLanes, lane_sums(acc + g * kLanes));
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kCols; ++n) {
+      float& out = c[m * c_stride + n];
+      out = accumulate ? out + sums[m * kCols + n] : sums[m * kCols + n];
+    }
+  }
+}
+
+template <class T>
+using TileFunction = void (*)(const float*, const T*, int64_t, int64_t, const RowDelta*, int64_t, bool, float*, int64_t);
+
+template <class T, int kCols, bool kPrefetch>
+TileFunction<T> tile_of_height(int64_t rows) {
+  static_assert(kTileRows <= 6, "add a case");
+  switch (rows) {
+    case 1:
+      return tile<T, 1, kCols, kPrefetch>;
+    case 2:
+      return tile<T, 2, kCols, kPrefetch>;
+    case 3:
+      return tile<T, 3, kCols, kPrefetch>;
+    case 4:
+      return tile<T, 4, kCols, kPrefetch>;
+    case 5:
+      return tile<T, kTileRows < 5 ? 1 : 5, kCols, kPrefetch>;
+    default:
+      return tile<T, kTileRows < 6 ? 1 : 6, kCols, kPrefetch>;
+  }
+}
+
+template <class T>
+void gemm(const Gemm& g) {
+  const int64_t padded = round_up(g.depth, kLanes), tiles = num_tiles(g.rows);
+  int64_t k = 0;
+  do {  // once even for depth 0: the delta alone
+    const int64_t block = g.depth - k < kDepthBlock ? g.depth - k : kDepthBlock;
+    const bool is_last = k + block >= g.depth;
+    const T* w = static_cast<const T*>(g.w) + k;
+    for (int64_t n = 0; n < g.cols;) {
+      const bool is_full = g.cols - n >= kTileCols;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t m = tile_begin(g.rows, t), height = tile_begin(g.rows, t + 1) - m;
+        // The first tile over a strip of w waits for memory: it fetches the strip after.
+        const TileFunction<T> run = !is_full ? tile_of_height<T, 1, false>(height)
+                                    : t == 0 ? tile_of_height<T, kTileCols, true>(height)
+                                             : tile_of_height<T, kTileCols, false>(height);
+        const RowDelta* delta = g.delta != nullptr && is_last ? g.delta + m : nullptr;
+        run(g.x + m * padded + k * height, w + n * g.w_stride, g.w_stride, block, delta, n, k > 0, g.c + m * g.c_stride + n,
+            g.c_stride);
+      }
+      n += is_full ? kTileCols : 1;
+    }
+    k += kDepthBlock;
+  } while (k < g.depth);
+}
+
+// exp to 2 ulp: 2^n from the exponent bits, the rest by a polynomial on [-ln2/2, ln2/2]. NaN stays NaN; saturates at e^±87.
+inline float exp_of(float x) {
+  x = x > 87.0f ? 87.0f : x;
+  x = x < -87.0f ? -87.0f : x;
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
+  const float n = shifted - 12582912.0f;
+  float r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits;
+  __builtin_memcpy(&bits, &shifted, 4);
+  bits = static_cast<int32_t>(static_cast<uint32_t>(bits + 127) << 23);
+  float power;
+  __builtin_memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+inline float times_sigmoid(float x, float at) { return x / (1.0f + exp_of(-at)); }
+
+template <Activation kKind>
+inline float activation_of(float x) {
+  switch (kKind) {
+    case Activation::kSilu:
+      return times_sigmoid(x, x);
+    case Activation::kGelu:
+      return 0.5f * x * (1.0f + __builtin_erff(x * 0.70710678f));
+    case Activation::kGeluTanh:  // (1 + tanh u) / 2 = sigmoid(2 u), which does not cancel for u < 0
+      return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
+    default: {
+      const float positive = x < 0.0f ? 0.0f : x;
+      return positive * positive;
+    }
+  }
+}
+
+template <Activation kKind>
+void activate_kind(const ActivationSpec& spec, const float* gate, const float* up, int64_t count, float* out) {
+  const float alpha = spec.alpha, limit = spec.limit;
+  if (!spec.gated) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) out[i] = activation_of<kKind>(gate[i]);
+    return;
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    float g = gate[i], u = up[i];
+    g = g > limit ? limit : g;
+    u = u > limit ? limit : u < -limit ? -limit : u;
+    out[i] = kKind == Activation::kSwigluOai ? (u + 1.0f) * times_sigmoid(g, alpha * g) : activation_of<kKind>(g) * u;
+  }
+}
+
+void activate(const ActivationSpec& spec, const float* gate, const float* up, int64_t count, float* out) {
+  switch (spec.kind) {
+    case Activation::kSilu:
+      return activate_kind<Activation::kSilu>(spec, gate, up, count, out);
+    case Activation::kGelu:
+      return activate_kind<Activation::kGelu>(spec, gate, up, count, out);
+    case Activation::kGeluTanh:
+      return activate_kind<Activation::kGeluTanh>(spec, gate, up, count, out);
+    case Activation::kRelu2:
+      return activate_kind<Activation::kRelu2>(spec, gate, up, count, out);
+    case Activation::kSwigluOai:
+      return activate_kind<Activation::kSwigluOai>(spec, gate, up, count, out);
+  }
+}
+
+template <class T>
+void add_scaled(void* out, const float* delta, float scale, int64_t count) {
+  T* o = static_cast<T*>(out);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(o + i, fma(broadcast(scale), load(delta + i), load(o + i)));
+  for (; i < count; ++i) from_float(__builtin_fmaf(scale, delta[i], to_float(o[i])), o[i]);
+}
+
+template <class T>
+void round_scaled(void* out, const float* value, float scale, int64_t count) {
+  T* o = static_cast<T*>(out);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(o + i, mul(broadcast(scale), load(value + i)));
+  for (; i < count; ++i) from_float(scale * value[i], o[i]);
+}
+
+constexpr Simd make(const char* name) {
+  return {name,
+          {pack<float>, pack<BFloat16>, pack<Float16>},
+          {gemm<float>, gemm<BFloat16>, gemm<Float16>},
+          activate,
+          {add_scaled<float>, add_scaled<BFloat16>, add_scaled<Float16>},
+          {round_scaled<float>, round_scaled<BFloat16>, round_scaled<Float16>}};
+}
