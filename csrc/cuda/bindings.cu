@@ -1,0 +1,112 @@
+// Registers the CUDA C++ kernels under the private namespace; the public ops have checked every argument before.
+#include "align.cuh"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMaxChunks = 64;  // every place CTA reads all counts: 64 chunks of 1024 keys are 256 KB of L2 reads
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+Tensor empty_int32(const Tensor& like, std::initializer_list<int64_t> size) {
+  return torch::stable::new_empty(like, size, ScalarType::Int);
+}
+
+moelora::Ids ids(const Tensor& contiguous) {
+  return {contiguous.const_data_ptr(), contiguous.scalar_type() == ScalarType::Long};
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return torch::stable::contiguous(*tensor);
+}
+
+cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+std::tuple<Tensor, Tensor, Tensor> moe_lora_align_block_size(Tensor topk_ids, Tensor token_lora_mapping, int64_t num_experts,
+                                                             int64_t block_size, int64_t max_loras,
+                                                             std::optional<Tensor> adapter_enabled,
+                                                             std::optional<Tensor> expert_map) {
+  const torch::stable::accelerator::DeviceGuard guard(topk_ids.get_device_index());
+  const int64_t num_pairs = topk_ids.numel();
+  const int64_t num_keys = max_loras * num_experts;
+  const int64_t num_blocks =
+      num_pairs == 0 ? 0 : ceil_div(std::min(num_pairs * block_size, num_pairs + num_experts * (block_size - 1)), block_size);
+  Tensor sorted_token_ids = empty_int32(topk_ids, {max_loras, num_blocks * block_size});
+  Tensor expert_ids = empty_int32(topk_ids, {max_loras, num_blocks});
+  Tensor num_tokens_post_padded = empty_int32(topk_ids, {max_loras});
+  if (num_pairs == 0 || max_loras == 0) {
+    torch::stable::zero_(num_tokens_post_padded);
+    return {sorted_token_ids, expert_ids, num_tokens_post_padded};
+  }
+
+  topk_ids = torch::stable::contiguous(topk_ids);
+  token_lora_mapping = torch::stable::contiguous(token_lora_mapping);
+  adapter_enabled = contiguous(adapter_enabled);
+  expert_map = contiguous(expert_map);
+
+  // At most 4 P / keys chunks: the tables stay O(P + keys) whatever the number of keys.
+  const int64_t wanted = std::min({kMaxChunks, ceil_div(num_pairs, moelora::kThreads), 4 * num_pairs / num_keys});
+  const int64_t chunk_pairs = ceil_div(ceil_div(num_pairs, std::max<int64_t>(wanted, 1)), moelora::kThreads) * moelora::kThreads;
+  const int64_t num_chunks = ceil_div(num_pairs, chunk_pairs);
+  const int64_t stride = num_keys + 1;
+  Tensor keys = empty_int32(topk_ids, {num_pairs});
+  Tensor tables = empty_int32(topk_ids, {3, num_chunks, stride});  // counts, cursors, first blocks
+
+  moelora::AlignProblem problem{};
+  problem.topk_ids = ids(topk_ids);
+  problem.token_lora_mapping = ids(token_lora_mapping);
+  if (adapter_enabled) {
+    problem.adapter_enabled = {adapter_enabled->const_data_ptr(), adapter_enabled->scalar_type() == ScalarType::Int};
+  }
+  if (expert_map) problem.expert_map = ids(*expert_map);
+  problem.num_pairs = static_cast<int>(num_pairs);
+  problem.top_k = static_cast<int>(topk_ids.size(1));
+  problem.num_experts = static_cast<int>(num_experts);
+  problem.max_loras = static_cast<int>(max_loras);
+  problem.block_size = static_cast<int>(block_size);
+  problem.num_blocks = static_cast<int>(num_blocks);
+  problem.num_chunks = static_cast<int>(num_chunks);
+  problem.chunk_pairs = static_cast<int>(chunk_pairs);
+  problem.stride = static_cast<int>(stride);
+  problem.keys = keys.mutable_data_ptr<int32_t>();
+  problem.counts = tables.mutable_data_ptr<int32_t>();
+  problem.cursors = problem.counts + num_chunks * stride;
+  problem.first_blocks = problem.cursors + num_chunks * stride;
+  problem.sorted_token_ids = sorted_token_ids.mutable_data_ptr<int32_t>();
+  problem.expert_ids = expert_ids.mutable_data_ptr<int32_t>();
+  problem.num_tokens_post_padded = num_tokens_post_padded.mutable_data_ptr<int32_t>();
+
+  const cudaStream_t stream = current_stream(topk_ids);
+  const int64_t fill_ctas = ceil_div(sorted_token_ids.numel(), moelora::kThreads * moelora::kFillPerThread);
+  moelora::align_count<<<static_cast<unsigned>(num_chunks + fill_ctas), moelora::kThreads, 0, stream>>>(problem);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  moelora::align_place<<<static_cast<unsigned>(num_chunks), moelora::kThreads, 0, stream>>>(problem);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {sorted_token_ids, expert_ids, num_tokens_post_padded};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moelora_native, CUDA, m) {
+  m.impl("moe_lora_align_block_size", TORCH_BOX(&moe_lora_align_block_size));
+}
