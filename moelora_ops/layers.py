@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import reference
 from .adapters.pool import PoolLayer
-from .checks import check_dtype, check_positive, check_tensor
+from .checks import Sizes, check_dtype, check_ids, check_positive, check_tensor
 from .meta.fused_experts_lora import check_activation
 from .ops import fused_experts_lora, fused_moe_lora, moe_lora_align_block_size
 
@@ -40,6 +41,14 @@ class MoeRunner(nn.Module):
     Raises: ValueError, TypeError naming the argument, what was expected and what came.
     """
 
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_map: Tensor | None
+    base_gate_up: BaseGemm | None
+    base_down: BaseGemm | None
+
     def __init__(
         self,
         base_gate_up: Tensor | BaseGemm,
@@ -68,6 +77,8 @@ class MoeRunner(nn.Module):
             raise TypeError(f"lora must be a PoolLayer (pool.layer(i)) or None, got {type(lora).__name__}")
         if lora is not None and lora.lora_b13.shape[1] != num_experts:
             raise ValueError(f"lora must hold num_experts = {num_experts} experts, got {lora.lora_b13.shape[1]}")
+        if lora is not None and lora.interleaved != interleaved:
+            raise ValueError(f"lora must be of a pool with interleaved={interleaved} like the runner, got {lora.interleaved}")
         self.num_experts, self.lora, self.lora_enabled, self.block_size = num_experts, lora, lora_enabled, block_size
         self.activation, self.gated, self.interleaved = activation, gated, interleaved
         self.swiglu_alpha, self.swiglu_limit = swiglu_alpha, swiglu_limit
@@ -131,40 +142,51 @@ class MoeRunner(nn.Module):
     def _around_callables(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, mapping: Tensor | None, lora: PoolLayer | None
     ) -> Tensor:
-        num_tokens, top_k = topk_ids.shape
-        valid = reference.pair_experts(topk_ids, self.num_experts, self.expert_map).view(num_tokens, top_k) >= 0
+        sizes = Sizes()
+        check_tensor("hidden_states", x)
+        sizes.bind("hidden_states", x, "T", "H")
+        check_ids(sizes, "topk_ids", topk_ids, ("T", "K"), "hidden_states", x)
+        sizes.bind("topk_weights", topk_weights, "T", "K")
+        top_k = topk_ids.shape[1]
+        valid = reference.pair_experts(topk_ids, self.num_experts, self.expert_map).view(topk_ids.shape) >= 0
         if self.apply_router_weight_on_input:
             if top_k != 1:
                 raise ValueError(f"topk_ids dim 1 must be 1 for apply_router_weight_on_input with callables, got {top_k}")
-            x = (x.float() * topk_weights).to(x.dtype)  # rounded once; the base and the delta's A read the same input
-        routing = None if lora is None else self._align(topk_ids, mapping, lora)
-
-        gate_up = self._call_base("base_gate_up", x, topk_ids, x.dtype)
+            x = (reference.accumulate(x) * topk_weights).to(
+                x.dtype
+            )  # rounded once; the base and the delta's A read the same input
+        gate_up = self._call_base("base_gate_up", x, topk_ids)
         interleaved = self.interleaved
-        if lora is not None:
+        if lora is not None and mapping is not None:
+            routing = self._align(topk_ids, mapping, lora)
             if interleaved:  # the delta op writes whole slices: one copy to [gate | up]
                 gate_up, interleaved = torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], dim=-1), False
             fused_moe_lora(gate_up, x, *self._gate_up_slices(lora), topk_weights, *routing, lora_ranks=lora.lora_ranks)
-        h = reference.activate(  # in fp32, rounded once
-            gate_up.float(), self.activation, gated=self.gated, interleaved=interleaved, alpha=self.swiglu_alpha, limit=self.swiglu_limit
-        ).to(x.dtype)
+        h = reference.activate(
+            reference.accumulate(gate_up),
+            self.activation,
+            gated=self.gated,
+            interleaved=interleaved,
+            alpha=self.swiglu_alpha,
+            limit=self.swiglu_limit,
+        )
+        h = h.to(x.dtype).flatten(0, 1)  # activated in fp32, rounded once
 
-        h = h.flatten(0, 1)
-        y = self._call_base("base_down", h, topk_ids, x.dtype)
-        if lora is not None:
+        y = self._call_base("base_down", h, topk_ids)
+        if lora is not None and mapping is not None:
             fused_moe_lora(y, h, [lora.lora_a2], [lora.lora_b2], topk_weights, *routing, lora_ranks=lora.lora_ranks)
-        y = y.float()  # base plus delta was rounded once per pair; weights and the sum over choices are fp32
+        y = reference.accumulate(y)  # base plus delta was rounded once per pair; weights and the sum over choices are fp32
         if not self.apply_router_weight_on_input:
             y = y * topk_weights.unsqueeze(-1)
         y = torch.where(valid.unsqueeze(-1), y, 0.0)  # select, not multiply: NaN * 0 is NaN
         return (self.routed_scaling_factor * y.sum(1)).to(x.dtype)
 
-    def _align(self, topk_ids: Tensor, mapping: Tensor | None, lora: PoolLayer) -> tuple[Tensor, Tensor, Tensor]:
-        num_experts = self.num_experts if self.expert_map is None else self.expert_map.shape[0]
+    def _align(self, topk_ids: Tensor, mapping: Tensor, lora: PoolLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """One routing for both deltas."""
         return moe_lora_align_block_size(
             topk_ids,
             mapping,
-            num_experts,
+            self.num_experts if self.expert_map is None else self.expert_map.shape[0],
             self.block_size,
             lora.lora_ranks.shape[0],
             adapter_enabled=lora.adapter_enabled,
@@ -179,12 +201,14 @@ class MoeRunner(nn.Module):
         halves = [b[:, :, 0::2], b[:, :, 1::2]] if self.interleaved else list(b.chunk(2, dim=2))
         return list(lora.lora_a13.chunk(2, dim=2)), halves
 
-    def _call_base(self, name: str, rows: Tensor, topk_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        out = getattr(self, name)(rows, topk_ids)
+    def _call_base(self, name: str, rows: Tensor, topk_ids: Tensor) -> Tensor:
+        out: Tensor = getattr(self, name)(rows, topk_ids)
         check_tensor(f"the result of {name}", out)
-        check_dtype(f"the result of {name}", out, (dtype,), " like hidden_states")
+        check_dtype(f"the result of {name}", out, (rows.dtype,), " like hidden_states")
         if out.dim() != 3 or out.shape[:2] != topk_ids.shape:
-            raise ValueError(f"the result of {name} must have shape [T, K, out] with {tuple(topk_ids.shape)}, got {tuple(out.shape)}")
+            raise ValueError(
+                f"the result of {name} must have shape [T, K, out] with {tuple(topk_ids.shape)}, got {tuple(out.shape)}"
+            )
         return out
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
+
+import torch
 
 from ..errors import AdapterError
 
@@ -13,6 +16,7 @@ from ..errors import AdapterError
 _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 # Settings that do not change what a saved pair of matrices means. Of the rest, a truthy use_* or *_config is a variant of LoRA.
 _HARMLESS = ("use_rslora", "loftq_config", "eva_config", "corda_config", "megatron_config", "runtime_config")
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def _rank(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FP32_MAX:  # NaN compares False
         raise AdapterError(f"adapter_config field {name} must be a finite number, got {value!r}")
     return value
 
@@ -110,7 +114,9 @@ def _pattern(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
         try:
             re.compile(key)
         except re.error as error:
-            raise AdapterError(f"adapter_config field {name} must have regular expressions as keys, got {key!r}: {error}") from error
+            raise AdapterError(
+                f"adapter_config field {name} must have regular expressions as keys, got {key!r}: {error}"
+            ) from error
     return value
 
 

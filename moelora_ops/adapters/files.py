@@ -46,8 +46,8 @@ class TensorFile:
 
         self._path, self._fault = path, SafetensorError
         try:
-            self._file: Any = safe_open(path, framework="pt", device="cpu")
-            self.names: list[str] = sorted(self._file.keys())
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            self._file, self.names = file, sorted(file.keys())
         except (SafetensorError, OSError, ValueError) as error:
             raise AdapterError(f"{path.name} must be a whole safetensors file, got: {error}") from error
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from ..errors import AdapterError
 
@@ -50,7 +51,8 @@ class MoeGeometry:
         model_type = fields.get("model_type", "")
         if not isinstance(model_type, str):
             raise AdapterError(f"config field model_type must be a string, got {model_type!r}")
-        num_layers = _size(fields, ("num_hidden_layers",)) if "num_hidden_layers" in fields else len(_layer_types(fields))
+        kinds = _layer_kinds(fields) if model_type in _NOT_GATED else None  # hybrid models list their layers instead
+        num_layers = _size(fields, ("num_hidden_layers",), default=None if kinds is None else len(kinds))
         latent = fields.get("moe_latent_size")
         return cls(
             num_layers=num_layers,
@@ -80,7 +82,9 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):
-        raise AdapterError(f"config must be a transformers config, a dict or a path to config.json, got {type(config).__name__}")
+        raise AdapterError(
+            f"config must be a transformers config, a dict or a path to config.json, got {type(config).__name__}"
+        )
     return config
 
 
@@ -100,52 +104,44 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def _size(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    value = next((fields[n] for n in names if fields.get(n) is not None), None)
+def _size(fields: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, least: int = 1) -> int:
+    value = next((fields[n] for n in names if fields.get(n) is not None), default)
     if value is None:
         raise AdapterError(f"config field {' or '.join(names)} must be given, got none of them")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdapterError(f"config field {' or '.join(names)} must be an int >= 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise AdapterError(f"config field {' or '.join(names)} must be an int >= {least}, got {value!r}")
     return value
 
 
-def _layer_types(fields: Mapping[str, Any]) -> list[Any]:
-    pattern = fields.get("layers_block_type") or fields.get("hybrid_override_pattern")
-    if not isinstance(pattern, (list, tuple, str)):
-        raise AdapterError("config field num_hidden_layers must be given, got none")
-    return list(pattern)
-
-
-def _ints(fields: Mapping[str, Any], name: str) -> list[int]:
-    value = fields.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, (list, tuple)) or not all(isinstance(v, int) for v in value):
-        raise AdapterError(f"config field {name} must be a list of layer ids, got {value!r}")
+def _listed(fields: Mapping[str, Any], name: str) -> list[Any]:
+    value = fields.get(name) or []
+    if not isinstance(value, (list, tuple)):
+        raise AdapterError(f"config field {name} must be a list, got {value!r}")
     return list(value)
 
 
-def _step(fields: Mapping[str, Any], name: str) -> int:
-    return _size(fields, (name,)) if fields.get(name) is not None else 1
+def _layer_kinds(fields: Mapping[str, Any]) -> list[Any]:
+    """One entry for each layer of a hybrid model: names, or letters of a pattern."""
+    pattern = fields.get("layers_block_type") or fields.get("hybrid_override_pattern")
+    if not isinstance(pattern, (list, tuple, str)):
+        raise AdapterError(f"config field layers_block_type must list the layers, got {pattern!r}")
+    return list(pattern)
 
 
 def _moe_layers(fields: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int, ...]:
     """Which decoder layers have routed experts."""
-    layers = range(num_layers)
-    if model_type == "nemotron_h":
-        return tuple(i for i, kind in enumerate(_layer_types(fields)) if kind in ("moe", "E"))
+    if model_type in _NOT_GATED:
+        return tuple(i for i, kind in enumerate(_layer_kinds(fields)) if kind in ("moe", "E"))
     if model_type in ("llama4", "llama4_text"):
-        if fields.get("moe_layers") is not None:
-            return tuple(i for i in _ints(fields, "moe_layers") if i < num_layers)
-        step = _step(fields, "interleave_moe_layer_step")
-        return tuple(range(step - 1, num_layers, step))
-    dense = set(_ints(fields, "mlp_only_layers"))
-    if isinstance(fields.get("mlp_layer_types"), (list, tuple)):  # transformers v5 of the DeepSeek family
-        dense |= {i for i, kind in enumerate(fields["mlp_layer_types"]) if kind == "dense"}
-    first_dense = fields.get("first_k_dense_replace") or 0
-    step = _step(fields, "decoder_sparse_step")
+        step = _size(fields, ("interleave_moe_layer_step",), default=1)
+        chosen = _listed(fields, "moe_layers") or range(step - 1, num_layers, step)
+        return tuple(i for i in range(num_layers) if i in chosen)
+    dense = set(_listed(fields, "mlp_only_layers"))
+    dense |= {i for i, kind in enumerate(_listed(fields, "mlp_layer_types")) if kind == "dense"}
     frequency = fields.get("moe_layer_freq")
-    frequency = frequency if isinstance(frequency, int) and frequency > 0 else 1
-    return tuple(
-        i for i in layers if i not in dense and i >= first_dense and (i + 1) % step == 0 and i % frequency == 0
-    )
+    if isinstance(frequency, (list, tuple)):  # one flag for each layer
+        dense |= {i for i, flag in enumerate(frequency) if not flag}
+    every = _size(fields, ("moe_layer_freq",), default=1) if isinstance(frequency, int) else 1
+    first = _size(fields, ("first_k_dense_replace",), default=0, least=0)
+    step = _size(fields, ("decoder_sparse_step",), default=1)
+    return tuple(i for i in range(first, num_layers) if i not in dense and i % every == 0 and (i + 1) % step == 0)

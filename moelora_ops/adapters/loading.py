@@ -6,8 +6,9 @@ To add a format, add a file with `matches(name)` and `read(tensors, config, geom
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Iterable
+from typing import Any
 
 from ..checks import check_positive
 from ..errors import AdapterError
@@ -49,6 +50,9 @@ def load_adapter(
     weights_path, config_path = files.find(path)
     adapter_config = AdapterConfig.from_fields(read_json_object(config_path, "adapter config"), b_packing=b_packing)
     with files.TensorFile(weights_path) as file:
+        for name in file.names:
+            if "lora_magnitude_vector" in name:
+                raise AdapterError(f"{name} must not be there: DoRA is not plain LoRA")
         names = [name for name in file.names if is_for_experts(name)]
         unused = [name for name in file.names if not is_for_experts(name)]
         if strict and unused:

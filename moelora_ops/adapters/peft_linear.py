@@ -9,8 +9,9 @@ is there (PEFT's `layers_to_transform` picks experts instead of layers here).
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from .config import AdapterConfig
 from .geometry import MoeGeometry
 from .names import LAYER_EXPERTS, check_shape, layer_of
 
-_NAME = re.compile(LAYER_EXPERTS + r"\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.lora_(?P<half>[AB])\.weight")
+_NAME = re.compile(
+    LAYER_EXPERTS + r"\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.lora_(?P<half>[AB])\.weight"
+)
 _PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 _Pair = dict[str, tuple[str, Tensor]]  # "A", "B" -> name, tensor
@@ -32,9 +35,7 @@ def matches(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: MoeGeometry
-) -> dict[int, dict[str, ProjectionLora]]:
+def read(tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: MoeGeometry) -> dict[int, dict[str, ProjectionLora]]:
     """Layers of an adapter from its expert tensors, all of which match.
 
     Raises: AdapterError naming the tensor, what was expected and what came.
@@ -50,7 +51,9 @@ def read(
         path = f"{match['path']}.{expert}.{match['projection']}"
         pair = experts.setdefault(expert, (path, {}))[1]
         if match["half"] in pair:
-            raise AdapterError(f"{name}: one lora_{match['half']} per expert and projection expected, got also {pair[match['half']][0]}")
+            raise AdapterError(
+                f"{name}: one lora_{match['half']} per expert and projection expected, got also {pair[match['half']][0]}"
+            )
         pair[match["half"]] = (name, tensor)
     return {
         layer: {projection: _stack(projection, experts, config, geometry) for projection, experts in projections.items()}
@@ -63,20 +66,17 @@ def _stack(
 ) -> ProjectionLora:
     """All experts of a projection; those without a pair stay zero."""
     size_in, size_out = geometry.sizes(projection)
-    rank = max(config.rank(path) for path, _ in experts.values())
-    dtype = next(iter(next(iter(experts.values()))[1].values()))[1].dtype
-    for _, pair in experts.values():
-        for _, tensor in pair.values():
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    a = torch.zeros(geometry.num_experts, rank, size_in, dtype=dtype)
-    b = torch.zeros(geometry.num_experts, size_out, rank, dtype=dtype)
-    scaling = torch.zeros(geometry.num_experts)
-    for expert, (path, pair) in experts.items():
+    for path, pair in experts.values():
         if len(pair) < 2:
             raise AdapterError(f"{path} must have lora_A and lora_B, got only {next(iter(pair.values()))[0]}")
-        (name_a, tensor_a), (name_b, tensor_b) = pair["A"], pair["B"]
-        r = config.rank(path)
-        check_shape(name_a, tensor_a, ("r of the config", r), ("in", size_in))
-        check_shape(name_b, tensor_b, ("out", size_out), ("r of the config", r))
-        a[expert, :r], b[expert, :, :r], scaling[expert] = tensor_a, tensor_b, config.scaling(path)
+        check_shape(*pair["A"], ("r of the config", config.rank(path)), ("in", size_in))
+        check_shape(*pair["B"], ("out", size_out), ("r of the config", config.rank(path)))
+    largest = max(config.rank(path) for path, _ in experts.values())
+    dtype = functools.reduce(torch.promote_types, (t.dtype for _, pair in experts.values() for _, t in pair.values()))
+    a = torch.zeros(geometry.num_experts, largest, size_in, dtype=dtype)
+    b = torch.zeros(geometry.num_experts, size_out, largest, dtype=dtype)
+    scaling = torch.zeros(geometry.num_experts)
+    for expert, (path, pair) in experts.items():
+        rank = config.rank(path)
+        a[expert, :rank], b[expert, :, :rank], scaling[expert] = pair["A"][1], pair["B"][1], config.scaling(path)
     return ProjectionLora(a, b, scaling)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Mapping
 
 import torch
 from torch import Tensor
@@ -45,9 +45,7 @@ def matches(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: MoeGeometry
-) -> dict[int, dict[str, ProjectionLora]]:
+def read(tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: MoeGeometry) -> dict[int, dict[str, ProjectionLora]]:
     """Layers of an adapter from its expert tensors, all of which match.
 
     Raises: AdapterError naming the tensor or field, what was expected and what came.
@@ -72,7 +70,11 @@ def _collect(tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: Moe
         match = _NAME.fullmatch(name)
         assert match is not None
         layer_ids[match["path"]] = layer_of(match, geometry)
-        found.setdefault(match["path"], {})[match["wrappers"].count("base_layer"), match["half"]] = (name, tensor)
+        part = found.setdefault(match["path"], {}).setdefault(
+            (match["wrappers"].count("base_layer"), match["half"]), (name, tensor)
+        )
+        if part[0] != name:
+            raise AdapterError(f"{name}: one such tensor per layer expected, got also {part[0]}")
     result = []
     for path, parts in found.items():
         parameters = _targeted(path, config, geometry)
@@ -101,7 +103,9 @@ def _targeted(path: str, config: AdapterConfig, geometry: MoeGeometry) -> list[s
     parameters = ["gate_up_proj" if geometry.gated else "up_proj", "down_proj"]
     for parameter in parameters:
         if is_target(f"{parameter}_bias"):
-            raise AdapterError(f"adapter_config field target_parameters must name weights of experts, got {path}.{parameter}_bias")
+            raise AdapterError(
+                f"adapter_config field target_parameters must name weights of experts, got {path}.{parameter}_bias"
+            )
     return [p for p in parameters if is_target(p)]
 
 
@@ -152,9 +156,7 @@ def _unpack(f: _Factors, config: AdapterConfig, geometry: MoeGeometry, natural: 
     return (a, b) if natural else (b.transpose(1, 2), a.transpose(1, 2))
 
 
-def _projections(
-    f: _Factors, a: Tensor, b: Tensor, config: AdapterConfig, geometry: MoeGeometry
-) -> dict[str, ProjectionLora]:
+def _projections(f: _Factors, a: Tensor, b: Tensor, config: AdapterConfig, geometry: MoeGeometry) -> dict[str, ProjectionLora]:
     """Gate and up apart: each half of the rows of B with its A."""
     scaling = config.scaling(f.path)
     if f.parameter != "gate_up_proj":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class PoolLayer:
     lora_b2: Tensor  # [L, E, H, R]
     lora_ranks: Tensor  # [L] int32
     adapter_enabled: Tensor  # [L] int32
+    interleaved: bool = False  # order of the rows of lora_b13
 
 
 class LoraPool:
@@ -99,10 +101,13 @@ class LoraPool:
                 lora_b2=fixed(max_loras, num_experts, hidden_size, max_rank),
                 lora_ranks=self.lora_ranks,
                 adapter_enabled=self.adapter_enabled,
+                interleaved=interleaved,
             )
             for layer_id in self.layer_ids
         }
-        self._ranks: list[int | None] = [None] * max_loras  # None: empty. Host copies, so that asking never waits for the device.
+        self._ranks: list[int | None] = [
+            None
+        ] * max_loras  # None: empty. Host copies, so that asking never waits for the device.
         self._enabled = [False] * max_loras
 
     @classmethod
