@@ -21,7 +21,7 @@ _INPUTS = ["topk_ids_ptr", "mapping_ptr", "enabled_ptr", "expert_map_ptr"]
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS)
-def _count_kernel(
+def _align_count(
     topk_ids_ptr,  # [P]
     mapping_ptr,  # [T]
     enabled_ptr,  # [>= L] or None
@@ -67,7 +67,7 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _place_kernel(
+def _align_place(
     keys_ptr,  # [P]
     counts_ptr,  # [chunks, stride]
     work_ptr,  # [chunks, 2 * stride] scratch: per key a cursor and the first block
@@ -153,7 +153,7 @@ def moe_lora_align_block_size(
     pdl = pdl_options(topk_ids.device)
     with on_device(topk_ids.device):
         fill_programs = triton.cdiv(sorted_token_ids.numel(), _sort.BLOCK_FILL)
-        _count_kernel[(chunks.count + fill_programs,)](
+        _align_count[(chunks.count + fill_programs,)](
             ids.topk_ids,
             ids.token_lora_mapping,
             ids.adapter_enabled,
@@ -178,7 +178,7 @@ def moe_lora_align_block_size(
             num_warps=_sort.NUM_WARPS,
             **pdl,
         )
-        _place_kernel[(chunks.count,)](
+        _align_place[(chunks.count,)](
             keys,
             counts,
             work,

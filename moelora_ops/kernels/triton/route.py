@@ -22,7 +22,7 @@ _INPUTS = ["topk_ids_ptr", "mapping_ptr", "enabled_ptr", "expert_map_ptr"]
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS)
-def _count_kernel(
+def _route_count(
     topk_ids_ptr,  # [P]
     mapping_ptr,  # [T]
     enabled_ptr,  # [>= L] or None
@@ -69,7 +69,7 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _place_kernel(
+def _route_place(
     keys_ptr,  # [P]
     counts_ptr,  # [chunks, stride]
     work_ptr,  # [chunks, 4 * stride] scratch: per key a cursor, first row and first segment block; per expert its first block
@@ -193,7 +193,7 @@ def route(
     pdl = pdl_options(topk_ids.device)
     with on_device(topk_ids.device):
         fill_programs = triton.cdiv(max(expert_blocks.numel(), segment_blocks.numel()), _sort.BLOCK_FILL)
-        _count_kernel[(chunks.count + fill_programs,)](
+        _route_count[(chunks.count + fill_programs,)](
             ids.topk_ids,
             ids.token_lora_mapping,
             ids.adapter_enabled,
@@ -219,7 +219,7 @@ def route(
             num_warps=_sort.NUM_WARPS,
             **pdl,
         )
-        _place_kernel[(chunks.count,)](
+        _route_place[(chunks.count,)](
             keys,
             counts,
             work,
