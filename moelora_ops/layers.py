@@ -152,21 +152,21 @@ class MoeRunner(nn.Module):
         if self.apply_router_weight_on_input:
             if top_k != 1:
                 raise ValueError(f"topk_ids dim 1 must be 1 for apply_router_weight_on_input with callables, got {top_k}")
-            x = (reference.accumulate(x) * topk_weights).to(
-                x.dtype
-            )  # rounded once; the base and the delta's A read the same input
+            weighted = reference.accumulate(x) * topk_weights
+            x = weighted.to(x.dtype)  # rounded once; the base and the delta's A read the same input
         gate_up = self._call_base("base_gate_up", x, topk_ids)
-        interleaved = self.interleaved
+        if self.interleaved:
+            # The delta op writes whole slices: one copy to [gate | up]. Without adapters too: the CPU's vectorised activation of
+            # strided halves differs in the last bit, and rows without an adapter must not depend on whether others have one.
+            gate_up = torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], dim=-1)
         if lora is not None and mapping is not None:
             routing = self._align(topk_ids, mapping, lora)
-            if interleaved:  # the delta op writes whole slices: one copy to [gate | up]
-                gate_up, interleaved = torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], dim=-1), False
             fused_moe_lora(gate_up, x, *self._gate_up_slices(lora), topk_weights, *routing, lora_ranks=lora.lora_ranks)
         h = reference.activate(
             reference.accumulate(gate_up),
             self.activation,
             gated=self.gated,
-            interleaved=interleaved,
+            interleaved=False,
             alpha=self.swiglu_alpha,
             limit=self.swiglu_limit,
         )
