@@ -1,7 +1,8 @@
-"""Compile what the Triton launchers launch, for a GPU that is not there: `python aot_compile.py CAPABILITY CASE`.
+"""Compile what the Triton sorts launch, for a GPU that is not there: `python aot_compile.py CAPABILITY CASE`.
 
 The launchers run on CPU tensors, under a driver that only names the target and with every launch turned into its compilation: types,
-specialisations and options are the ones of a real call. Needs a process without TRITON_INTERPRET. Prints a line per kernel.
+specialisations and options are the ones of a real call. Needs a process without TRITON_INTERPRET. Prints a line per launch:
+kernel, hash of what was compiled, bytes of shared memory, number of waits for the kernel before.
 """
 
 import importlib
@@ -11,29 +12,46 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-import moelora_ops  # noqa: F401  (first: it places moelora_ops.meta)
+from moelora_ops.testing.cases import Case
 
-T, K, E, L, R, H, I = 40, 4, 8, 3, 16, 256, 128
+LAYER = Case("layer", num_tokens=40, num_experts=8, top_k=4, hidden_size=256, intermediate_size=128, dtype=torch.bfloat16)
+
+
+def variants():
+    """Both id types, with and without the optional tensors."""
+    for ids in (torch.int32, torch.int64):
+        yield LAYER.like(ids_dtype=ids).make()
+        yield LAYER.like(ids_dtype=ids, disabled=(1,), num_global_experts=12).make()
 
 
 def align():
-    for ids in (torch.int32, torch.int64):
-        topk_ids, mapping = torch.zeros(T, K, dtype=ids), torch.zeros(T, dtype=ids)
-        enabled = torch.ones(L, dtype=torch.bool if ids is torch.int32 else torch.int32)
-        for optional in ({}, {"adapter_enabled": enabled, "expert_map": torch.arange(E, dtype=ids)}):
-            launcher("align").moe_lora_align_block_size(topk_ids, mapping, E, 16, L, **optional)
+    for inputs in variants():
+        args, kwargs = inputs.align()
+        launcher("align").moe_lora_align_block_size(*args, **kwargs)
 
 
 def route():
-    for ids in (torch.int32, torch.int64):
-        topk_ids, mapping = torch.zeros(T, K, dtype=ids), torch.zeros(T, dtype=ids)
-        for enabled, expert_map in ((None, None), (torch.ones(L, dtype=torch.bool), torch.arange(E, dtype=ids))):
-            launcher("route").route(
-                topk_ids, mapping, num_experts=E, max_loras=L, adapter_enabled=enabled, expert_map=expert_map, block_m=16, segment_m=16
-            )
+    for inputs in variants():
+        routing_of(inputs)
 
 
-CASES = {case.__name__: case for case in (align, route)}
+def routing_of(inputs):
+    names = ("topk_ids", "token_lora_mapping", "adapter_enabled", "expert_map")
+    options = dict(num_experts=inputs.case.num_experts, max_loras=inputs.case.max_loras, block_m=16, segment_m=16)
+    launcher("route").route(**{name: getattr(inputs, name) for name in names}, **options)
+
+
+def sorts_of_any_size():
+    """Whatever the batch and the alignment of the ids, the same compiled kernels."""
+    for num_tokens in (1, 2, 3, 4, 15, 16, 17, 64, 128, 512, 1024):
+        inputs = LAYER.like(num_tokens=num_tokens + 1).make()
+        inputs = inputs.replace(topk_ids=inputs.topk_ids[1:], token_lora_mapping=inputs.token_lora_mapping[1:])
+        for block_size in (1, 16, 24, 64):
+            launcher("align").moe_lora_align_block_size(*inputs.align(block_size)[0])
+        routing_of(inputs)
+
+
+CASES = {case.__name__: case for case in (align, route, sorts_of_any_size)}
 
 
 class CompileOnlyDriver:
@@ -53,7 +71,7 @@ class CompileOnlyDriver:
 
 
 def launcher(name):
-    """The launcher module, choosing its launch options as on the target."""
+    """The launcher's module, choosing dependent launch as on the target."""
     module = importlib.import_module(f"moelora_ops.kernels.triton.{name}")
     pdl = {"launch_pdl": True} if triton.runtime.driver.active.get_current_target().arch >= 90 else {}
     module.pdl_options = lambda device: pdl
@@ -65,7 +83,7 @@ def compile_instead_of_launching():
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        print(f"{self.fn.__name__}: {len(kernel.asm['cubin'])} bytes, {kernel.metadata.shared} bytes of shared memory")
+        print(self.fn.__name__, kernel.hash, kernel.metadata.shared, kernel.asm["ptx"].count("griddepcontrol.wait"), flush=True)
         return kernel
 
     triton.JITFunction.run = compile_only

@@ -126,6 +126,15 @@ def test_align_at_the_edges(num_tokens: int, top_k: int, max_loras: int, block_s
     check_align(topk_ids, mapping, 3, block_size, max_loras)
 
 
+@pytest.mark.parametrize("flags", [torch.int32, torch.bool], ids=str)
+def test_zero_disables_a_slot(flags: torch.dtype) -> None:
+    """Any other value is on; flags may be more than slots, and apart in memory."""
+    topk_ids, mapping = random_ids(60, 2, 4, 3)
+    enabled = torch.tensor([-1, 5, 0, 5, 2, 5, 5], device=DEVICE).to(flags)[::2]
+    _, _, lengths = check_align(topk_ids, mapping, 4, 4, 3, adapter_enabled=enabled)
+    assert [n > 0 for n in lengths.tolist()] == [True, False, True]
+
+
 def test_align_merges_experts_mapped_to_one() -> None:
     """Global experts with the same local id share a group; local ids out of range are skipped."""
     topk_ids, mapping = random_ids(30, 3, 6, 2)
