@@ -21,8 +21,8 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class MoeRunner(nn.Module):
     """The expert layer of `fused_experts_lora` around anybody's base GEMMs, with each token's adapter inside.
 
-    base_gate_up -> delta -> activation -> base_down -> delta -> weighted sum over the choices, one routing for both deltas. With two
-    weight tensors it calls the fused op instead.
+    base_gate_up -> delta -> activation -> base_down -> delta -> weighted sum over the choices, with one
+    routing for both deltas. With two weight tensors it calls the fused op instead.
 
     Args:
         base_gate_up: w13 (E, S * I, H), or a callable (hidden_states (T, H), topk_ids (T, K)) -> (T, K, S * I): the first
@@ -156,8 +156,8 @@ class MoeRunner(nn.Module):
             x = weighted.to(x.dtype)  # rounded once; the base and the delta's A read the same input
         gate_up = self._call_base("base_gate_up", x, topk_ids)
         if self.interleaved:
-            # The delta op writes whole slices: one copy to [gate | up]. Without adapters too: the CPU's vectorised activation of
-            # strided halves differs in the last bit, and rows without an adapter must not depend on whether others have one.
+            # The delta op writes whole slices: one copy to [gate | up]. Without adapters too: the CPU's activation of strided
+            # halves differs in the last bit, and rows without an adapter must not depend on whether others have one.
             gate_up = torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], dim=-1)
         if lora is not None and mapping is not None:
             routing = self._align(topk_ids, mapping, lora)

@@ -17,7 +17,15 @@ from moelora_ops.testing.cases import CASES, Case, Inputs
 from moelora_ops.testing.numerics import TOLERANCES, assert_close
 from moelora_ops.testing.oracle import assert_bitwise, assert_delta_close, exact_experts
 
-OPTIONS = ("activation", "gated", "interleaved", "swiglu_alpha", "swiglu_limit", "apply_router_weight_on_input", "routed_scaling_factor")
+OPTIONS = (
+    "activation",
+    "gated",
+    "interleaved",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "apply_router_weight_on_input",
+    "routed_scaling_factor",
+)
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -156,7 +164,9 @@ def test_weights_are_used_in_fp32() -> None:
     assert_delta_close(run(runner, inputs), run(runner, inputs, adapters=False), expected, base)
     coarse = inputs.topk_weights.bfloat16()
     for runner in (around_callables(inputs), around_weights(inputs)):
-        assert_bitwise(run(runner, inputs.replace(topk_weights=coarse)), run(runner, inputs.replace(topk_weights=coarse.float())))
+        assert_bitwise(
+            run(runner, inputs.replace(topk_weights=coarse)), run(runner, inputs.replace(topk_weights=coarse.float()))
+        )
 
 
 @pytest.mark.parametrize("how", ["disabled", "no pool", "no mapping"])

@@ -48,7 +48,9 @@ def slot_delta(pool: LoraPool, layer_id: int, slot: int, projection: str) -> Ten
         return layer.lora_b2[slot].double() @ layer.lora_a2[slot].double()
     half = int(pool.gated and projection == "up")
     a = layer.lora_a13[slot, :, half * rank : (half + 1) * rank].double()
-    rows = slice(half, None, 2) if pool.interleaved else slice(half * pool.intermediate_size, (half + 1) * pool.intermediate_size)
+    rows = (
+        slice(half, None, 2) if pool.interleaved else slice(half * pool.intermediate_size, (half + 1) * pool.intermediate_size)
+    )
     return layer.lora_b13[slot, :, rows].double() @ a
 
 

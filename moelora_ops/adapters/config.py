@@ -12,7 +12,7 @@ import torch
 
 from ..errors import AdapterError
 
-# Every other initialisation also changes the base weights (pissa, olora, corda, loftq, ...): B @ A is not a change of the plain base.
+# Every other initialisation also changes the base weights (pissa, olora, corda, ...): B A is no change of the plain base.
 _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 # Settings that do not change what a saved pair of matrices means. Of the rest, a truthy use_* or *_config is a variant of LoRA.
 _HARMLESS = ("use_rslora", "loftq_config", "eva_config", "corda_config", "megatron_config", "runtime_config")

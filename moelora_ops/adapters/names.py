@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import AdapterError
 from .geometry import MoeGeometry
 
-# Up to and including `experts`. Only prefixes that lead to the decoder layers: `mtp.layers.0` or a vision tower's is not layer 0.
+# Up to and including `experts`. Only prefixes of the decoder layers: `mtp.layers.0` or a vision tower's is not layer 0.
 LAYER_EXPERTS = (
     r"(?:base_model\.model\.)?"
     r"(?P<path>(?:(?:model|language_model|text_model|backbone)\.)*layers\.(?P<layer>\d+)\."
