@@ -33,9 +33,8 @@ def check_complete(inputs: Inputs, block_size: int) -> None:
     args, kwargs = inputs.align(block_size)
     sorted_token_ids, expert_ids, lengths = align(*args, **kwargs)
     slots, experts, num_pairs = inputs.slots(), inputs.local_experts(), inputs.case.num_pairs
-    expected = {
-        t * inputs.case.top_k + k: (slots[t], e) for t, row in enumerate(experts) for k, e in enumerate(row) if slots[t] >= 0 <= e
-    }
+    pairs = [(t, k, slots[t], e) for t, row in enumerate(experts) for k, e in enumerate(row)]
+    expected = {t * inputs.case.top_k + k: (slot, e) for t, k, slot, e in pairs if slot >= 0 and e >= 0}
     seen: dict[int, tuple[int, int]] = {}
     for slot, (row, blocks, length) in enumerate(zip(sorted_token_ids.tolist(), expert_ids.tolist(), lengths.tolist())):
         assert length % block_size == 0 and set(row[length:]) <= {num_pairs} and set(blocks[length // block_size :]) <= {-1}
@@ -109,7 +108,8 @@ def test_id_dtypes_mix(ids: tuple[torch.dtype, torch.dtype]) -> None:
     """topk_ids, the mapping and the expert map may have either integer dtype, each its own."""
     inputs = Case("mixed-ids", num_global_experts=10, stray_ids=True).make()
     topk_ids, expert_map = inputs.topk_ids.to(ids[0]), inputs.expert_map.to(ids[1])
-    check_equal(inputs.replace(topk_ids=topk_ids, token_lora_mapping=inputs.token_lora_mapping.to(ids[1]), expert_map=expert_map).align(4))
+    mapping = inputs.token_lora_mapping.to(ids[1])
+    check_equal(inputs.replace(topk_ids=topk_ids, token_lora_mapping=mapping, expert_map=expert_map).align(4))
 
 
 def test_gaps_in_the_inputs() -> None:
@@ -120,7 +120,9 @@ def test_gaps_in_the_inputs() -> None:
     check_equal(((topk_ids, mapping, 4, 2, 2), {"adapter_enabled": strided(torch.tensor([True, True, False]))}))
 
 
-@pytest.mark.parametrize("num_experts, max_loras", [(512, 3), (1024, 2), (41, 25), (1025, 1), (8192, 1), (256, 80), (5000, 4), (1, 1025)])
+@pytest.mark.parametrize(
+    "num_experts, max_loras", [(512, 3), (1024, 2), (41, 25), (1025, 1), (8192, 1), (256, 80), (5000, 4), (1, 1025)]
+)
 def test_no_limit_on_experts_and_slots(num_experts: int, max_loras: int) -> None:
     """L * E past 1024, 8192 and 20,000, with as many experts as serving engines refuse."""
     generator = torch.Generator().manual_seed(0)
@@ -137,9 +139,11 @@ def test_many_tokens() -> None:
 
 
 @pytest.mark.parametrize("num_tokens, top_k, num_experts, block_size, columns", [
-    (0, 2, 8, 16, 0), (0, 2, 100, 16, 0), (1, 1, 1, 1, 1), (1, 8, 128, 16, 128), (64, 8, 128, 16, 2432), (5, 3, 7, 10, 80), (3, 2, 4, 4, 20),
+    (0, 2, 8, 16, 0), (0, 2, 100, 16, 0), (1, 1, 1, 1, 1), (1, 8, 128, 16, 128), (64, 8, 128, 16, 2432), (5, 3, 7, 10, 80),
+    (3, 2, 4, 4, 20),
 ])  # fmt: skip
 def test_capacity_is_the_contract_s(num_tokens: int, top_k: int, num_experts: int, block_size: int, columns: int) -> None:
     """EM = round_up(min(P * bs, P + E * (bs - 1)), bs), known without looking at the ids."""
-    shapes = [t.shape for t in align(torch.zeros(num_tokens, top_k, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32), num_experts, block_size, 2)]
+    topk_ids, mapping = torch.zeros(num_tokens, top_k, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32)
+    shapes = [t.shape for t in align(topk_ids, mapping, num_experts, block_size, 2)]
     assert shapes == [(2, columns), (2, columns // block_size), (2,)]

@@ -137,7 +137,8 @@ def test_a_row_does_not_depend_on_its_batch_mates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130])
 def test_each_number_of_rows(num_tokens: int, dtype: torch.dtype) -> None:
     """Every batch size, so every tile and path that depends on it."""
-    check(Case("rows", num_tokens=num_tokens, num_experts=4, hidden_size=72, intermediate_size=56, dtype=dtype, bias=True).make())
+    case = Case("rows", num_experts=4, hidden_size=72, intermediate_size=56, bias=True)
+    check(case.like(num_tokens=num_tokens, dtype=dtype).make())
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8, 12, 20, 24, 48, 96, 128, 160, 256])
@@ -214,5 +215,6 @@ def test_the_sum_is_rounded_once() -> None:
     one = torch.ones(1, 1, 1, dtype=torch.bfloat16)
     w2 = torch.cat([256 * one, 0.5 * one, -256 * one])  # relu2(1) = 1, so the pairs give 256, 0.5 and -256
     args = (one[0], one.expand(3, 1, 1), w2, torch.ones(1, 3), torch.tensor([[0, 1, 2]]), torch.tensor([-1]))
-    out = torch.ops.moelora.fused_experts_lora(*args, None, None, None, None, activation="relu2", gated=False, routed_scaling_factor=3.0)
+    options = dict(activation="relu2", gated=False, routed_scaling_factor=3.0)
+    out = torch.ops.moelora.fused_experts_lora(*args, None, None, None, None, **options)
     assert out.item() == 1.5  # 256.5 is no bf16: a sum rounded after each pair gives 0

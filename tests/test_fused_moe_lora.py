@@ -43,14 +43,16 @@ class Delta:
     def check(self) -> Tensor:
         """The delta in its columns is the reference's; every other column keeps its bits."""
         got = self.run()
-        want, base = self.exact(), self.output
-        assert_delta_close(got[..., self.columns], base[..., self.columns], want[..., self.columns], base[..., self.columns].double())
+        want, base, inside = self.exact(), self.output, (..., self.columns)
+        assert_delta_close(got[inside], base[inside], want[inside], base[inside].double())
         for slack in (slice(0, self.columns.start), slice(self.columns.stop, None)):
             assert_bitwise(got[..., slack], base[..., slack], "columns outside the delta")
         return got
 
 
-def delta(inputs: Inputs, projection: str, *, weighted: bool = False, block_size: int = 8, offset: int = 3, slack: int = 2) -> Delta:
+def delta(
+    inputs: Inputs, projection: str, *, weighted: bool = False, block_size: int = 8, offset: int = 3, slack: int = 2
+) -> Delta:
     """The call for one projection of a case; input rows are signed random, per token or per pair as the projection has them."""
     case, generator = inputs.case, torch.Generator().manual_seed(1)
     (a, b), rows = (inputs.gate_up_lora(), case.num_tokens) if projection == "gate_up" else (inputs.down_lora(), case.num_pairs)
@@ -136,10 +138,8 @@ def test_a_row_does_not_depend_on_its_batch_mates(dtype: torch.dtype, projection
     whole, alone = delta(inputs, projection), []
     rows = inputs.case.top_k if projection == "down" else 1
     for t in range(inputs.case.num_tokens):
-        one = inputs.replace(
-            case=inputs.case.like(num_tokens=1), topk_ids=inputs.topk_ids[t : t + 1], topk_weights=inputs.topk_weights[t : t + 1],
-            token_lora_mapping=inputs.token_lora_mapping[t : t + 1],
-        )  # fmt: skip
+        names = ("topk_ids", "topk_weights", "token_lora_mapping")
+        one = inputs.replace(case=inputs.case.like(num_tokens=1), **{n: getattr(inputs, n)[t : t + 1] for n in names})
         call = delta(one, projection)
         call.output = whole.output[t : t + 1].clone()
         call.args = (whole.args[0][t * rows : (t + 1) * rows], *call.args[1:])
@@ -157,7 +157,8 @@ def test_one_to_three_slices() -> None:
         b = [torch.randn(3, 8, 12, 16, generator=generator) for _ in range(slices)]
         call = delta(inputs, "down")
         x, output = torch.randn(13, 20, generator=generator), torch.randn(13, 2, 5 + 12 * slices, generator=generator)
-        Delta(output, (x, a, b, *call.args[3:]), {"offset": 5, "lora_ranks": inputs.lora_ranks}, slice(5, 5 + 12 * slices)).check()
+        options = {"offset": 5, "lora_ranks": inputs.lora_ranks}
+        Delta(output, (x, a, b, *call.args[3:]), options, slice(5, 5 + 12 * slices)).check()
 
 
 @pytest.mark.parametrize("shared_a", [False, True])

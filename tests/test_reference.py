@@ -150,7 +150,8 @@ def test_delta_equals_dense_products(case: Case, weighted: bool) -> None:
                 for s in range(len(a)):
                     a_e, b_e = (w[slot, min(expert, w.shape[1] - 1)].double() for w in (a[s], b[s]))
                     delta = b_e[:, :r] @ a_e[:r] @ x[(t * case.top_k + k) // rows_per_input].double()
-                    expected[t, k, 3 + s * width : 3 + (s + 1) * width] += delta * (inputs.topk_weights[t, k] if weighted else 1)
+                    weight = inputs.topk_weights[t, k] if weighted else 1
+                    expected[t, k, 3 + s * width : 3 + (s + 1) * width] += weight * delta
         call = (output, x, a, b, inputs.topk_weights, *aligned)
         exact(reference.fused_moe_lora, (call, dict(lora_ranks=inputs.lora_ranks, mul_routed_weight=weighted, offset=3)))
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)

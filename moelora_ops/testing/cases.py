@@ -1,7 +1,7 @@
 """Inputs of the three ops, by name: shared by tests, benchmarks and the tuner.
 
-A `Case` is sizes, popularity and options as data; `make` turns it into tensors. Values are signed, gate and up have A's of their
-own, and every adapter's delta is as large as the base, hundreds of bf16 quanta.
+A `Case` is sizes, popularity and options as data; `make` turns it into tensors. Values are signed, gate and up have A's of
+their own, and every adapter's delta is as large as the base, hundreds of bf16 quanta.
 """
 
 from __future__ import annotations
@@ -333,11 +333,12 @@ MODELS = {
             for name, experts in (("gpt-oss-20b", 32), ("gpt-oss-120b", 128))
         ),
         Case(
-            "nemotron-3-nano", hidden_size=2688, intermediate_size=1856, num_experts=128, top_k=6, activation="relu2", gated=False,
-            routed_scaling_factor=2.5,
+            "nemotron-3-nano", hidden_size=2688, intermediate_size=1856, num_experts=128, top_k=6,
+            activation="relu2", gated=False, routed_scaling_factor=2.5,
         ),
         Case(
-            "llama-4-scout", hidden_size=5120, intermediate_size=8192, num_experts=16, top_k=1, apply_router_weight_on_input=True
+            "llama-4-scout", hidden_size=5120, intermediate_size=8192, num_experts=16, top_k=1,
+            apply_router_weight_on_input=True,
         ),
     )
 }  # fmt: skip

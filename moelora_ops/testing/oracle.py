@@ -36,7 +36,9 @@ def exact_experts(inputs: Inputs, *, adapters: bool = True) -> Tensor:
     return result
 
 
-def assert_delta_close(actual: Tensor, actual_base: Tensor, expected: Tensor, expected_base: Tensor, what: str = "delta") -> None:
+def assert_delta_close(
+    actual: Tensor, actual_base: Tensor, expected: Tensor, expected_base: Tensor, what: str = "delta"
+) -> None:
     """Fail unless `actual - actual_base` is the expected delta, relative to the delta itself.
 
     Rows whose expected delta is zero must equal the base in every bit. Where one rounding of
@@ -60,7 +62,7 @@ def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "result") -> No
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, f"{what}: {actual.shape} {actual.dtype}"
     left, right = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (actual, expected))
     different = left.ne(right).nonzero()
-    assert len(different) == 0, f"{what}: {len(different)} bytes differ, the first at {different[0].tolist()} of {list(left.shape)}"
+    assert len(different) == 0, f"{what}: {len(different)} bytes of {list(left.shape)} differ, first {different[0].tolist()}"
 
 
 def _rms(tensor: Tensor) -> float:

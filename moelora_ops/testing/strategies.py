@@ -25,6 +25,7 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
     max_loras = draw(st.integers(0, 5))
     rank = draw(st.sampled_from(RANKS))
     slots = st.integers(0, max(max_loras - 1, 0))
+    some_ranks = st.lists(st.integers(0, rank), min_size=max_loras, max_size=max_loras)
     activations = ["silu", "gelu", "gelu_tanh", "relu2"] + (["swigluoai"] if gated else [])
     return Case(
         "drawn",
@@ -38,7 +39,7 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
         dtype=draw(st.sampled_from(dtypes)),
         experts=draw(st.sampled_from(("uniform", "one", "idle", "zipf"))),
         adapters=draw(st.sampled_from(("mixed", "none", "one", "distinct", "zipf", "uniform"))),
-        ranks=tuple(draw(st.lists(st.integers(0, rank), min_size=max_loras, max_size=max_loras))) if draw(st.booleans()) else (),
+        ranks=tuple(draw(some_ranks)) if draw(st.booleans()) else (),
         disabled=tuple(draw(st.lists(slots, max_size=2))) if draw(st.booleans()) else None,
         shared_outer=draw(st.booleans()),
         num_global_experts=draw(st.sampled_from((0, 0, num_experts, 2 * num_experts + 1))),
