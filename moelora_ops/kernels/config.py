@@ -1,0 +1,265 @@
+"""Tile configurations: frozen data, rules with reasons, one validity predicate, tuned tables beside.
+
+A configuration changes speed, never results (beyond the order in which a tile's products are summed). `experts` and `delta` look
+for a tuned table first and fall back to the rules; whatever is not valid on the device is passed over, down to tiles that fit any.
+None of it depends on whether there are adapters, so rows without one have the same bits with and without a pool.
+
+A tuned table is package data, `configs/experts/E=128,H=2048,I=768,S=2,dtype=bfloat16,device=NVIDIA_H200.json`:
+
+    {"8": {"gate_up": {"block_m": 16, ...}, "down": {...}, "shrink13": {...}, "shrink2": {...}, "segment_m": 16, ...}, "4096": ...}
+
+Keys are numbers of pairs (T * K); the nearest in the logarithm serves; values are the fields of `Experts`. A table holds a dozen
+keys at most, and the rules have as few steps, so the number of compiled variants over all batch sizes is a small constant.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Tiles of a base GEMM."""
+
+    block_m: int
+    block_n: int  # columns of the output; gate_up has two weight tiles and two accumulators of this width
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Tiles of a shrink; its rows are `segment_m` or `block_m`, its ranks `block_r(...)`."""
+
+    block_k: int
+    splits: int  # of K; the consumer adds the partial sums in order
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Configuration of one call of `fused_experts_lora`."""
+
+    gate_up: Gemm
+    down: Gemm
+    shrink13: Shrink
+    shrink2: Shrink
+    segment_m: int  # rows of a shrink program: pairs of one (expert, adapter)
+    combine_n: int  # columns of a combine program
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Configuration of one call of `fused_moe_lora`."""
+
+    shrink: Shrink
+    block_m: int  # rows of a program: pairs of one block of the alignment
+    block_n: int  # columns of an expand program
+    num_warps: int  # of the expand
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that a configuration may depend on: never on what a batch holds, so that capture and replay agree."""
+
+    num_pairs: int
+    num_experts: int
+    in_features: int  # H of the layer op
+    out_features: int  # I of the layer op, N of the delta op
+    num_slices: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a kernel must fit into."""
+
+    name: str
+    shared_memory: int  # bytes that one program may use
+
+
+INTERPRETER = Device("interpreter", 227 * 1024)
+
+
+@lru_cache(maxsize=None)
+def describe(device: torch.device) -> Device:
+    """The device's name and limits; asked once, not on the hot path."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.name.replace(" ", "_"), properties.shared_memory_per_block_optin)
+
+
+@lru_cache(maxsize=4096)
+def experts(problem: Problem, device: Device) -> Experts:
+    """The configuration of `fused_experts_lora` for these sizes: tuned, else by rule."""
+    tuned = nearest(read_table(table_path("experts", problem, device)), problem.num_pairs)
+    candidates = ([] if tuned is None else [read_experts(tuned)]) + list(_experts_rules(problem))
+    return next(c for c in candidates if is_valid(c, problem, device))
+
+
+@lru_cache(maxsize=4096)
+def delta(problem: Problem, block_size: int, device: Device) -> Delta:
+    """The configuration of `fused_moe_lora` for these sizes and this block size of the alignment: tuned, else by rule."""
+    tuned = nearest(read_table(table_path("delta", problem, device)), problem.num_pairs)
+    candidates = ([] if tuned is None else [read_delta(tuned)]) + list(_delta_rules(problem, block_size))
+    return next(c for c in candidates if is_valid(c, problem, device))
+
+
+MAX_BLOCK_R = 32
+MIN_WGMMA_M = 64
+
+
+def block_r(max_rank: int) -> int:
+    """Ranks of a shrink program and of one step of the expand.
+
+    A tile is computed whole, so it must not be much wider than the smallest adapters of the pool; 16 is the least of tl.dot.
+    """
+    return 16 if max_rank <= 16 else MAX_BLOCK_R
+
+
+def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
+    """Whether every kernel of the configuration compiles and fits, for a pool of any rank: the only place that says so."""
+    if isinstance(config, Delta):
+        block_m = config.block_m
+        shrinks = [(config.shrink, config.block_m, problem.num_slices)]
+        tiles = [config.block_m, config.block_n]
+        shared = [_expand_shared(config.block_m, config.block_n, problem)]
+        accumulators = [(config.num_warps, config.block_m * config.block_n)]
+    else:
+        block_m = config.gate_up.block_m
+        gemms = [(config.gate_up, problem.num_slices), (config.down, 1)]
+        if config.down.block_m != block_m or min(g.num_stages for g, _ in gemms) < 1:
+            return False  # both walk the same expert blocks
+        shrinks = [(config.shrink13, config.segment_m, problem.num_slices), (config.shrink2, config.segment_m, 1)]
+        tiles = [config.segment_m, config.combine_n, *(t for g, _ in gemms for t in (g.block_m, g.block_n, g.block_k))]
+        shared = [_gemm_shared(gemm, slices, problem) for gemm, slices in gemms]
+        accumulators = [(g.num_warps, slices * g.block_m * g.block_n) for g, slices in gemms]
+    tiles += [s.block_k for s, _, _ in shrinks]
+    shared += [_shrink_shared(s, rows, slices, problem) for s, rows, slices in shrinks]
+    warps = [w for w, _ in accumulators] + [s.num_warps for s, _, _ in shrinks]
+    return (
+        all(t >= 16 and t & (t - 1) == 0 for t in tiles)  # the smallest tile of tl.dot, and powers of two only
+        and all(w in (1, 2, 4, 8) for w in warps)
+        and all(s.splits >= 1 and s.num_stages >= 1 for s, _, _ in shrinks)
+        # From 64 rows on the expand is a WGMMA, fed from shared memory when z is loaded whole, but from registers when it is a sum
+        # of splits; ptxas before 13.3 may overwrite such registers before they are read.
+        and (block_m < MIN_WGMMA_M or all(s.splits == 1 for s, _, _ in shrinks))
+        and all(elements <= 128 * 32 * w for w, elements in accumulators)  # 128 of a thread's 255 registers accumulate
+        and max(shared) <= device.shared_memory
+    )
+
+
+def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem) -> int:
+    """Bytes of shared memory of a base GEMM: its pipeline, or what the expand and the store need after it."""
+    stage = (gemm.block_m + num_weights * gemm.block_n) * gemm.block_k * problem.dtype.itemsize
+    return max(gemm.num_stages * stage, _expand_shared(gemm.block_m, gemm.block_n, problem))
+
+
+def _expand_shared(block_m: int, block_n: int, problem: Problem) -> int:
+    """Bytes of shared memory of an expand: both operands, or a tile of results on its way to a coalesced store."""
+    itemsize = problem.dtype.itemsize
+    return max((block_m + block_n) * MAX_BLOCK_R * itemsize, block_m * block_n * itemsize)
+
+
+def _shrink_shared(shrink: Shrink, block_m: int, num_slices: int, problem: Problem) -> int:
+    stage = (block_m + num_slices * MAX_BLOCK_R) * shrink.block_k * problem.dtype.itemsize
+    return max(shrink.num_stages * stage, block_m * MAX_BLOCK_R * 4)
+
+
+def _experts_rules(problem: Problem) -> Iterator[Experts]:
+    """Best first; the last one fits every device."""
+    if problem.dtype == torch.float32:  # full precision has no tensor cores: small tiles, made to be exact, not fast
+        block_m = 16 if problem.num_pairs <= 16 * problem.num_experts else 32
+        gemm = Gemm(block_m, 32, 32, 4, 2)
+        yield _experts(problem, gemm, gemm, segment_m=16, shrink_k=32)
+        return
+    # Rows an expert gets on average decide: below 8 the bytes of the weights are everything and rows are padding; a tile of
+    # twice the average keeps most experts in one block, so that their weights are read once.
+    rows = problem.num_pairs / problem.num_experts
+    if rows > 64:  # T = 2048; twice these widths spill around the expand (ptxas, sm_90: 1.8 and 3.8 KB a thread)
+        for stages in (4, 3, 2):
+            yield _experts(problem, Gemm(128, 64, 64, 8, stages), Gemm(128, 128, 64, 8, stages), segment_m=64, shrink_k=64)
+    if rows > 16:  # T = 512
+        for stages in (4, 3):
+            yield _experts(problem, Gemm(64, 64, 64, 4, stages), Gemm(64, 64, 64, 4, stages), segment_m=32, shrink_k=64)
+    for block_m, at_least in ((32, 8), (16, 0)):  # decode: wide K tiles keep enough bytes in flight
+        if rows > at_least:
+            for stages in (4, 3, 2):
+                gemm = Gemm(block_m, 64, 128, 4, stages)
+                yield _experts(problem, gemm, gemm, segment_m=16, shrink_k=128)
+    gemm = Gemm(16, 32, 64, 4, 2)
+    yield _experts(problem, gemm, gemm, segment_m=16, shrink_k=64)
+
+
+def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int, shrink_k: int) -> Experts:
+    wide = gate_up.block_m >= MIN_WGMMA_M  # `is_valid` says why it has no splits
+    splits = [1 if wide else _splits(problem, k, shrink_k) for k in (problem.in_features, problem.out_features)]
+    shrink13, shrink2 = (Shrink(shrink_k, s, 4, gate_up.num_stages) for s in splits)
+    # One token has few programs to share its sum; many tokens have enough.
+    return Experts(gate_up, down, shrink13, shrink2, segment_m, combine_n=256 if problem.num_pairs <= 256 else 1024)
+
+
+def _splits(problem: Problem, in_features: int, block_k: int) -> int:
+    """Splits of K: a segment block is one program, and a few of them in serial loops over K leave most of the device idle."""
+    wanted = next((s for pairs, s in ((16, 8), (64, 4), (256, 2)) if problem.num_pairs <= pairs), 1)
+    return max(1, min(wanted, in_features // block_k))
+
+
+def _delta_rules(problem: Problem, block_size: int) -> Iterator[Delta]:
+    """Best first; the last one fits every device. Blocks hold pairs of one (expert, adapter): few, until batches are large."""
+    if problem.dtype == torch.float32:
+        yield Delta(Shrink(32, _splits(problem, problem.in_features, 32), 4, 2), block_m=16, block_n=32, num_warps=4)
+        return
+    if problem.num_pairs > 16384 and block_size >= 64:
+        yield Delta(Shrink(64, 1, 4, 3), block_m=64, block_n=128, num_warps=4)
+    if problem.num_pairs > 4096 and block_size >= 32:
+        yield Delta(Shrink(64, 1, 4, 3), block_m=32, block_n=128, num_warps=4)
+    for shrink_k, stages in ((128, 3), (64, 2)):
+        shrink = Shrink(shrink_k, _splits(problem, problem.in_features, shrink_k), 4, stages)
+        yield Delta(shrink, block_m=16, block_n=128, num_warps=4)
+
+
+def table_path(op: str, problem: Problem, device: Device) -> Path:
+    """Where the tuned table of an op ("experts" or "delta") lies for these sizes."""
+    sizes = f"E={problem.num_experts},H={problem.in_features},I={problem.out_features},S={problem.num_slices}"
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return CONFIGS / op / f"{sizes},dtype={dtype},device={device.name}.json"
+
+
+@lru_cache(maxsize=None)
+def read_table(path: Path) -> dict[str, Any]:
+    """A tuned table, or {} where there is none."""
+    table: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return table
+
+
+def nearest(table: dict[str, Any], num_pairs: int) -> dict[str, Any] | None:
+    """The entry whose key is nearest to num_pairs in the logarithm."""
+    if not table:
+        return None
+    entry: dict[str, Any] = table[min(table, key=lambda key: abs(math.log(int(key)) - math.log(max(num_pairs, 1))))]
+    return entry
+
+
+def read_experts(entry: dict[str, Any]) -> Experts:
+    """`Experts` from its fields as JSON has them (dataclasses.asdict)."""
+    gemms = {name: Gemm(**entry[name]) for name in ("gate_up", "down")}
+    shrinks = {name: Shrink(**entry[name]) for name in ("shrink13", "shrink2")}
+    return Experts(**{**entry, **gemms, **shrinks})
+
+
+def read_delta(entry: dict[str, Any]) -> Delta:
+    """`Delta` from its fields as JSON has them (dataclasses.asdict)."""
+    return Delta(**{**entry, "shrink": Shrink(**entry["shrink"])})

@@ -1,0 +1,181 @@
+"""The Triton kernels of the layer op, under the interpreter: the same code that a GPU compiles, on tensors of the CPU.
+
+Every call runs on scratch full of NaN: what a stage reads without an earlier one having written it reaches the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from moelora_ops.kernels import config
+from moelora_ops.kernels.triton import experts
+from moelora_ops.testing.cases import CASES, MODELS, Case, Inputs
+from moelora_ops.testing.numerics import TOLERANCES, assert_close
+from moelora_ops.testing.oracle import assert_bitwise, assert_delta_close, exact_experts
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+
+TINY = Case("tiny", num_tokens=5, num_experts=4, hidden_size=24, intermediate_size=20, max_loras=2, ranks=(3, 16))
+SEVERAL_TILES = [
+    Case("segments-in-one-block", num_tokens=14, num_experts=1, top_k=1, max_loras=5, adapters="distinct"),
+    Case("segments-across-blocks", num_tokens=37, num_experts=1, top_k=1, max_loras=2, adapters="zipf"),
+    Case("split-k", num_tokens=2, num_experts=2, top_k=1, hidden_size=291, intermediate_size=70),
+    Case("rank-tiles", num_tokens=3, num_experts=2, max_lora_rank=96, ranks=(96, 33, 32)),
+]
+
+
+def launch(inputs: Inputs, *, adapters: bool = True, **changes: Any) -> Tensor:
+    args, kwargs = inputs.experts(adapters=adapters)
+    return experts.fused_experts_lora(*args, **{**kwargs, **changes})
+
+
+def check(case: Case) -> None:
+    """Base and delta against the fp64 reference, with NaN wherever no result may look."""
+    inputs = case.make()
+    poisoned = inputs.poisoned()
+    base, want_base = launch(poisoned, adapters=False), exact_experts(inputs, adapters=False)
+    assert_close(base, want_base, TOLERANCES[case.dtype], what="base")
+    assert_delta_close(launch(poisoned), base, exact_experts(inputs), want_base)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """Uninitialised floats are NaN; yields what was allocated, the output (and the interpreter's copies) apart."""
+    allocated: list[Tensor] = []
+
+    def poison(allocate: Any, record: list[Tensor]) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+            tensor: Tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point() and tensor.numel():
+                record.append(tensor.fill_(torch.nan))
+            return tensor
+
+        return wrapped
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty, allocated))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like, []))
+    monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty, allocated))
+    yield allocated
+
+
+@pytest.mark.parametrize("case", [*CASES, *SEVERAL_TILES], ids=str)
+def test_base_and_delta_match_the_reference(case: Case) -> None:
+    """out and its change by the adapters are the formula's, for each case."""
+    check(case)
+
+
+@pytest.mark.parametrize("case", [TINY, TINY.like(bias=True, num_tokens=3)], ids=["plain", "bias"])
+def test_half_precision(case: Case) -> None:
+    """fp16 accumulates in fp32. (The interpreter computes bf16 wrongly; tests/gpu has it.)"""
+    check(case.like(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama-4-scout", "mixtral-8x7b", "nemotron-3-nano"])
+def test_structure_of_real_models(name: str) -> None:
+    """Activation, gating, layout, biases and scaling as real models combine them."""
+    check(MODELS[name].scaled_down().like(dtype=torch.float32, num_tokens=3, num_experts=8))
+
+
+@pytest.mark.parametrize("limit", [None, 0.4])
+@pytest.mark.parametrize("gated, interleaved", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai"])
+def test_activations(activation: str, gated: bool, interleaved: bool, limit: float | None) -> None:
+    """Each activation in each layout, with and without a limit."""
+    if activation == "swigluoai" and not gated:
+        return  # refused by the checks
+    check(TINY.like(num_tokens=2, activation=activation, gated=gated, interleaved=interleaved, swiglu_limit=limit))
+
+
+@pytest.mark.parametrize("projection", ["gate_up", "down"])
+def test_adapters_on_one_projection(projection: str) -> None:
+    """A pair of None leaves that projection alone and launches nothing for it."""
+    inputs = TINY.like(num_tokens=4, adapters="uniform").make()
+    missing = ("lora_a2", "lora_b2") if projection == "gate_up" else ("lora_a13", "lora_b13")
+    inputs = inputs.replace(**dict.fromkeys(missing))
+    base, want_base = launch(inputs, adapters=False), exact_experts(inputs, adapters=False)
+    assert_delta_close(launch(inputs), base, exact_experts(inputs), want_base)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8, 12, 20, 24, 48, 160, 256])
+def test_ranks(rank: int) -> None:
+    """Any rank of pool and adapter."""
+    check(TINY.like(num_tokens=2, num_experts=2, adapters="uniform", max_lora_rank=rank, ranks=(rank, max(rank - 1, 1))))
+
+
+def test_ranks_are_clamped() -> None:
+    """A rank beyond the pool's or below zero reads nothing out of bounds."""
+    inputs = TINY.make()
+    got = launch(inputs.replace(lora_ranks=torch.tensor([2**30, -5], dtype=torch.int32)))
+    assert_bitwise(got, launch(inputs.replace(lora_ranks=torch.tensor([16, 0], dtype=torch.int32))))
+
+
+def test_no_adapter_is_the_base_bit_for_bit() -> None:
+    """All -1, all disabled, no slots, no ranks of their own: the same bits and, without slots, the same launches."""
+    inputs = TINY.make()
+    base = launch(inputs, adapters=False)
+    nobody = torch.full_like(inputs.token_lora_mapping, -1)
+    assert_bitwise(launch(inputs.replace(token_lora_mapping=nobody)), base, "all -1")
+    assert_bitwise(launch(inputs, adapter_enabled=torch.zeros(2, dtype=torch.bool)), base, "all disabled")
+    assert_bitwise(launch(inputs, lora_ranks=torch.zeros(2, dtype=torch.int32)), base, "rank 0")
+    pool = {name: getattr(inputs, name)[:0] for name in ("lora_a13", "lora_b13", "lora_a2", "lora_b2")}
+    assert_bitwise(launch(inputs.replace(**pool), lora_ranks=None), base, "no slots")
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_rows_without_adapter_keep_their_bits(weight_on_input: bool) -> None:
+    """In a block shared with adapters whose B is NaN, rows of -1 and of other adapters are as if alone."""
+    case = TINY.like(num_tokens=12, num_experts=1, top_k=1, adapters="mixed", bias=True, apply_router_weight_on_input=weight_on_input)
+    inputs = case.make()
+    clean, base = launch(inputs), launch(inputs, adapters=False)
+    slots = torch.tensor(inputs.slots())
+    assert {-1, 0, 1} == set(slots.tolist())
+    inputs.lora_b13[0], inputs.lora_b2[0] = torch.nan, torch.inf
+    got = launch(inputs)
+    assert_bitwise(got[slots == -1], base[slots == -1], "base rows")
+    assert_bitwise(got[slots == 1], clean[slots == 1], "rows of the other adapter")
+    assert not got[slots == 0].isfinite().all(1).any()
+
+
+def test_nan_stays_in_its_row() -> None:
+    """A NaN in one token's input reaches that token alone."""
+    inputs = TINY.like(num_experts=2, adapters="one").make()
+    clean = launch(inputs)
+    inputs.hidden_states[2] = torch.nan
+    got, others = launch(inputs), torch.arange(5) != 2
+    assert got[2].isnan().all()
+    assert_bitwise(got[others], clean[others])
+
+
+def test_same_call_gives_the_same_bits() -> None:
+    """Twice the same, with a sum of splits in it."""
+    inputs = SEVERAL_TILES[2].make()
+    assert_bitwise(launch(inputs), launch(inputs))
+
+
+def test_scratch_is_bounded_by_pairs(poisoned_scratch: list[Tensor]) -> None:
+    """One act [P, I], one rows [P, H], one z per projection: nothing proportional to slots or experts."""
+    case = TINY.like(num_experts=16, max_loras=9, ranks=())
+    inputs = case.make()
+    del poisoned_scratch[:]
+    launch(inputs)
+    shapes = [tuple(t.shape) for t in poisoned_scratch]
+    p, rank = case.num_pairs, case.max_lora_rank
+    assert shapes == [(1, p, 2 * rank), (p, case.intermediate_size), (1, p, rank), (p, case.hidden_size)]
+
+
+def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of all sizes, splits of K, and segment blocks wider or narrower than expert blocks."""
+    gemm, shrink = config.Gemm(16, 16, 16, 4, 1), config.Shrink(16, 3, 4, 1)
+    case = Case("configured", num_tokens=18, num_experts=2, hidden_size=50, intermediate_size=34, max_loras=2)
+    for tiles in (
+        config.Experts(gemm, gemm, shrink, shrink, segment_m=32, combine_n=16),
+        config.Experts(config.Gemm(32, 64, 64, 4, 1), config.Gemm(32, 32, 128, 4, 1), shrink, shrink, segment_m=16, combine_n=64),
+    ):
+        monkeypatch.setattr(config, "experts", lambda problem, device, tiles=tiles: tiles)
+        check(case)
