@@ -79,7 +79,7 @@ class Decoder:
             logits.append(self.step(tokens, position).clone())
         return torch.stack(logits)
 
-    def tokens_per_second(self, start: Tensor, steps: int, repeats: int = 3) -> float:
+    def tokens_per_second(self, start: Tensor, steps: int, repeats: int) -> float:
         """The best of `repeats` greedy decode loops."""
         self.given_ids.fill_(-1)
         best = float("inf")
