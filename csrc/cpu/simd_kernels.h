@@ -140,10 +140,10 @@ void gemm(const Gemm& g) {
   } while (k < g.depth);
 }
 
-// exp to 2 ulp: 2^n from the exponent bits, the rest by a polynomial on [-ln2/2, ln2/2]. NaN stays NaN; saturates at e^±87.
+// exp to 2 ulp: 2^n from the exponent bits, the rest by a polynomial on [-ln2/2, ln2/2]. NaN stays NaN; saturates at e^±88.3.
 inline float exp_of(float x) {
-  x = x > 87.0f ? 87.0f : x;
-  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.3f ? 88.3f : x;
+  x = x < -88.3f ? -88.3f : x;
   const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
   const float n = shifted - 12582912.0f;
   float r = x - n * 0.693359375f;
