@@ -27,6 +27,8 @@ SCHEMA = (
     "-> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)"
 )
 
+MAX_KEYS = 2**30  # (expert, slot) pairs that the kernels count in 32 bits: tables of them alone would take 12 GB
+
 
 def check(
     topk_ids: Tensor,
@@ -51,6 +53,8 @@ def check(
     capacity = align_capacity(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
     if holds(capacity > INT32_MAX):
         raise ValueError(f"block_size must keep the padded row count within {INT32_MAX}, got {block_size} for {capacity} rows")
+    if holds(num_experts * max_loras > MAX_KEYS):
+        raise ValueError(f"max_loras must keep num_experts * max_loras within {MAX_KEYS}, got {max_loras} for {num_experts} experts")
     check_enabled(adapter_enabled, max_loras, "topk_ids", topk_ids)
     if expert_map is not None:
         sizes.set("num_experts", num_experts, "the argument num_experts")

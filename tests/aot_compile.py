@@ -1,8 +1,8 @@
 """Compile what the Triton sorts launch, for a GPU that is not there: `python aot_compile.py CAPABILITY CASE`.
 
-The launchers run on CPU tensors, under a driver that only names the target and with every launch turned into its compilation: types,
-specialisations and options are the ones of a real call. Needs a process without TRITON_INTERPRET. Prints a line per launch:
-kernel, hash of what was compiled, bytes of shared memory, number of waits for the kernel before.
+The launchers run on CPU tensors, under a driver that only names the target and with every launch turned into its compilation:
+types, specialisations and options are the ones of a real call. Needs a process without TRITON_INTERPRET. Prints a line per
+launch: kernel, hash of what was compiled, bytes of shared memory, number of waits for the kernel before.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def route():
 
 def routing_of(inputs):
     names = ("topk_ids", "token_lora_mapping", "adapter_enabled", "expert_map")
-    options = dict(num_experts=inputs.case.num_experts, max_loras=inputs.case.max_loras, block_m=16, segment_m=16)
+    options = {"num_experts": inputs.case.num_experts, "max_loras": inputs.case.max_loras, "block_m": 16, "segment_m": 16}
     launcher("route").route(**{name: getattr(inputs, name) for name in names}, **options)
 
 

@@ -1,4 +1,4 @@
-"""The Triton sorts, align and route: under Triton's interpreter on the CPU (tests/conftest.py), compiled where there is a GPU."""
+"""The Triton sorts, align and route: under Triton's interpreter on a CPU (tests/conftest.py), compiled where there is a GPU."""
 
 from __future__ import annotations
 
@@ -119,7 +119,10 @@ def test_align_has_no_limit_on_keys(num_experts: int, max_loras: int) -> None:
     check_align(topk_ids, mapping, num_experts, 16, max_loras)
 
 
-@pytest.mark.parametrize("num_tokens, top_k, max_loras, block_size", [(0, 2, 3, 16), (5, 2, 0, 16), (1, 1, 1, 1), (2, 2, 1, 1000), (0, 1, 1, 2**40)])
+@pytest.mark.parametrize(
+    "num_tokens, top_k, max_loras, block_size",
+    [(0, 2, 3, 16), (5, 2, 0, 16), (1, 1, 1, 1), (2, 2, 1, 1000), (0, 1, 1, 2**40)],
+)
 def test_align_at_the_edges(num_tokens: int, top_k: int, max_loras: int, block_size: int) -> None:
     """No tokens, no slots, one of each, blocks far larger than the batch."""
     topk_ids, mapping = random_ids(num_tokens, top_k, 3, max_loras)
@@ -159,7 +162,7 @@ def expected_routing(inputs: Inputs, block_m: int, segment_m: int) -> Expected:
     pairs = [(e, slots[t], t * top_k + k) for t, row in enumerate(inputs.local_experts()) for k, e in enumerate(row) if e >= 0]
     rows = sorted(pairs)
     ends = [max(r for r, other in enumerate(rows) if other[:2] == row[:2]) + 1 for row in rows]
-    expected = Expected([p for _, _, p in rows], [l for _, l, _ in rows], ends, [], [])
+    expected = Expected([p for _, _, p in rows], [slot for _, slot, _ in rows], ends, [], [])
     for expert in sorted({e for e, _, _ in rows}):
         mine = [r for r, row in enumerate(rows) if row[0] == expert]
         for first in range(mine[0], mine[-1] + 1, block_m):
@@ -186,9 +189,13 @@ def check_route(inputs: Inputs, block_m: int, segment_m: int) -> None:
         column = getattr(got, name)
         assert column.shape == (case.num_pairs,) and column.dtype == torch.int32
         assert column[:valid].tolist() == getattr(want, name), name
-    slots = case.num_experts * case.max_loras
-    capacities = (max_blocks(case.num_pairs, case.num_experts, block_m), max_blocks(case.num_pairs, slots, segment_m) if slots else 0)
-    for name, capacity, rest in zip(("expert_blocks", "segment_blocks"), capacities, ([-1, 0, 0], [-1, -1, 0, 0])):
+    segments = case.num_experts * case.max_loras
+    segment_capacity = max_blocks(case.num_pairs, segments, segment_m) if segments else 0
+    tables = {
+        "expert_blocks": (max_blocks(case.num_pairs, case.num_experts, block_m), [-1, 0, 0]),
+        "segment_blocks": (segment_capacity, [-1, -1, 0, 0]),
+    }
+    for name, (capacity, rest) in tables.items():
         table, blocks = getattr(got, name), getattr(want, name)
         assert table.shape == (capacity, len(rest)) and table.dtype == torch.int32
         assert table.tolist() == blocks + [rest] * (capacity - len(blocks)), name

@@ -8,8 +8,8 @@
 //                                                + pairs of that key before it in its chunk (a cursor per key);
 //                 the pair that opens a block writes the block's expert
 //
-// Chunks share nothing but counts, which is complete before the second launch, so no result depends on the order of CTAs. Shared
-// memory does not grow with E, L or T: the tables per key are rows in global memory that one CTA owns.
+// Chunks share nothing but counts, which is complete before the second launch, so no result depends on the order of CTAs.
+// Shared memory does not grow with E, L or T: the tables per key are rows in global memory that one CTA owns.
 #pragma once
 
 #include <cstdint>

@@ -66,7 +66,8 @@ std::tuple<Tensor, Tensor, Tensor> moe_lora_align_block_size(Tensor topk_ids, Te
 
   // At most 4 P / keys chunks: the tables stay O(P + keys) whatever the number of keys.
   const int64_t wanted = std::min({kMaxChunks, ceil_div(num_pairs, moelora::kThreads), 4 * num_pairs / num_keys});
-  const int64_t chunk_pairs = ceil_div(ceil_div(num_pairs, std::max<int64_t>(wanted, 1)), moelora::kThreads) * moelora::kThreads;
+  const int64_t tiles_per_chunk = ceil_div(ceil_div(num_pairs, std::max<int64_t>(wanted, 1)), moelora::kThreads);
+  const int64_t chunk_pairs = tiles_per_chunk * moelora::kThreads;
   const int64_t num_chunks = ceil_div(num_pairs, chunk_pairs);
   const int64_t stride = num_keys + 1;
   Tensor keys = empty_int32(topk_ids, {num_pairs});

@@ -20,9 +20,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 CUDA_CPP = native.op("moe_lora_align_block_size", "cuda")
 BACKENDS = [
     pytest.param(triton_align.moe_lora_align_block_size, id="triton"),
-    pytest.param(
-        CUDA_CPP, id="cuda-cpp", marks=pytest.mark.skipif(CUDA_CPP is None, reason=f"no CUDA C++ kernels: {native.CUDA_MISSING}")
-    ),
+    pytest.param(CUDA_CPP, id="cuda-cpp", marks=pytest.mark.skipif(CUDA_CPP is None, reason=f"_C_cuda: {native.CUDA_MISSING}")),
 ]
 # num_tokens, top_k, num_experts, max_loras, block_size
 SIZES = [
@@ -46,7 +44,9 @@ SIZES = [
 POISON = 0x5A5A5A5A
 
 
-def random_ids(num_tokens: int, top_k: int, num_experts: int, max_loras: int, *, seed: int = 0, skew: bool = False) -> tuple[Tensor, Tensor]:
+def random_ids(
+    num_tokens: int, top_k: int, num_experts: int, max_loras: int, *, seed: int = 0, skew: bool = False
+) -> tuple[Tensor, Tensor]:
     """Ids with strays on both sides; with `skew` most pairs share one expert and one slot."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -96,9 +96,8 @@ def test_align_takes_every_argument(backend: Callable[..., Outputs], flags: torc
     enabled = torch.tensor([1, 1, 0, 1, -3, 1, 1, 1, 0, 1], device="cuda").to(flags)
     if ids == torch.int64:
         topk_ids = topk_ids.long() + (torch.arange(12, device="cuda") == 5) * 2**32  # valid once cut to 32 bits
-    check_align(
-        backend, topk_ids.to(ids)[:, ::2], mapping.to(ids), 64, 16, 5, adapter_enabled=enabled[::2], expert_map=expert_map.to(ids)
-    )
+    args = (topk_ids.to(ids)[:, ::2], mapping.to(ids), 64, 16, 5)
+    check_align(backend, *args, adapter_enabled=enabled[::2], expert_map=expert_map.to(ids))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,7 +128,7 @@ def test_align_runs_on_the_current_stream(backend: Callable[..., Outputs]) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_align_replays_with_changed_inputs(backend: Callable[..., Outputs], num_tokens: int) -> None:
     """Three calls in one graph, captured over no adapter at all, follow their inputs from replay to replay."""
-    inputs = [(torch.zeros(num_tokens, 8, dtype=torch.int32, device="cuda"), torch.full((num_tokens,), -1, device="cuda")) for _ in range(3)]
+    inputs = [without_adapters(num_tokens) for _ in range(3)]
     outputs, graph = capture(lambda: [backend(*ids, 128, 16, 8) for ids in inputs])
     for replay in range(4):
         want = []
@@ -145,6 +144,10 @@ def test_align_replays_with_changed_inputs(backend: Callable[..., Outputs], num_
             assert_same(g, w)
 
 
+def without_adapters(num_tokens: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(num_tokens, 8, dtype=torch.int32, device="cuda"), torch.full((num_tokens,), -1, device="cuda")
+
+
 def capture(function: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
     """Warm up on a side stream, then capture."""
     stream = torch.cuda.Stream()
@@ -158,7 +161,9 @@ def capture(function: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
     return result, graph
 
 
-def expected_tables(expert: Tensor, slot: Tensor, max_loras: int, block_m: int, segment_m: int) -> tuple[list[Tensor], list[Tensor]]:
+def expected_tables(
+    expert: Tensor, slot: Tensor, max_loras: int, block_m: int, segment_m: int
+) -> tuple[list[Tensor], list[Tensor]]:
     """(order, row_lora, segment_end) and (expert_blocks, segment_blocks) of the valid pairs, by a stable sort in torch."""
     key = torch.where(expert >= 0, expert * (max_loras + 1) + slot + 1, torch.iinfo(torch.int64).max)
     key, order = key.sort(stable=True)
@@ -189,8 +194,8 @@ def test_route_equals_a_stable_sort(size: tuple[int, ...], skew: bool) -> None:
 
 
 def route_of(topk_ids: Tensor, mapping: Tensor, num_experts: int, max_loras: int, block_m: int) -> Routing:
-    options = dict(num_experts=num_experts, max_loras=max_loras, block_m=block_m, segment_m=16)
-    return route(topk_ids, mapping, adapter_enabled=None, expert_map=None, **options)
+    sizes = {"num_experts": num_experts, "max_loras": max_loras, "block_m": block_m, "segment_m": 16}
+    return route(topk_ids, mapping, adapter_enabled=None, expert_map=None, **sizes)
 
 
 def check_route(got: Routing, topk_ids: Tensor, mapping: Tensor, num_experts: int, max_loras: int) -> None:
@@ -200,9 +205,10 @@ def check_route(got: Routing, topk_ids: Tensor, mapping: Tensor, num_experts: in
     columns, tables = expected_tables(expert, slot, max_loras, got.block_m, got.segment_m)
     for name, want in zip(("order", "row_lora", "segment_end"), columns):
         assert torch.equal(getattr(got, name)[: len(want)].long(), want), name
-    groups = num_experts * max_loras
-    capacities = (max_blocks(num_pairs, num_experts, got.block_m), max_blocks(num_pairs, groups, got.segment_m) if groups else 0)
-    for name, want, capacity, rest in zip(("expert_blocks", "segment_blocks"), tables, capacities, ([-1, 0, 0], [-1, -1, 0, 0])):
+    segment_capacity = max_blocks(num_pairs, num_experts * max_loras, got.segment_m) if max_loras else 0
+    capacities = (max_blocks(num_pairs, num_experts, got.block_m), segment_capacity)
+    rests = ([-1, 0, 0], [-1, -1, 0, 0])
+    for name, want, capacity, rest in zip(("expert_blocks", "segment_blocks"), tables, capacities, rests):
         table = getattr(got, name).long()
         assert len(table) == capacity >= len(want), name
         assert torch.equal(table[: len(want)], want), name
@@ -212,7 +218,7 @@ def check_route(got: Routing, topk_ids: Tensor, mapping: Tensor, num_experts: in
 @pytest.mark.parametrize("num_tokens", [1, 32, 2048])
 def test_route_replays_with_changed_inputs(num_tokens: int) -> None:
     """Three routings in one graph, overlapping where the device launches dependents early, follow their inputs."""
-    inputs = [(torch.zeros(num_tokens, 8, dtype=torch.int32, device="cuda"), torch.full((num_tokens,), -1, device="cuda")) for _ in range(3)]
+    inputs = [without_adapters(num_tokens) for _ in range(3)]
     routings, graph = capture(lambda: [route_of(*ids, 128, 8, 16) for ids in inputs])
     for replay in range(4):
         for i, (topk_ids, mapping) in enumerate(inputs):

@@ -1,7 +1,7 @@
 """Align for the GPU: the pairs of each adapter slot, grouped by expert and padded to whole blocks.
 
-The counting sort of `_sort` with key = slot * E + expert. The first launch also fills the outputs with their sentinels; the second
-puts each pair in its place, and the pair that opens a block writes the block's expert.
+The counting sort of `_sort` with key = slot * E + expert. The first launch also fills the outputs with their sentinels; the
+second puts each pair in its place, and the pair that opens a block writes the block's expert.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def moe_lora_align_block_size(
     expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Align on `topk_ids`' device; arguments are already checked. Args and Returns: `moelora_ops.moe_lora_align_block_size`."""
-    outputs = contract.allocate(topk_ids, num_experts, block_size, max_loras)
+    outputs: tuple[Tensor, Tensor, Tensor] = contract.allocate(topk_ids, num_experts, block_size, max_loras)
     sorted_token_ids, expert_ids, num_tokens_post_padded = outputs
     num_pairs = topk_ids.numel()
     if num_pairs == 0 or max_loras == 0:
