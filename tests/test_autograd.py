@@ -1,0 +1,127 @@
+"""Inference only: backward through an op raises instead of losing a gradient, and everything else with gradients just works."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from moelora_ops.testing.cases import Case, Inputs
+from moelora_ops.testing.oracle import assert_bitwise
+
+experts, delta = torch.ops.moelora.fused_experts_lora, torch.ops.moelora.fused_moe_lora
+NO_BACKWARD = "moelora::{} has no backward: it serves inference only"
+CASE = Case("grad", bias=True)
+EXPERTS_ARGUMENTS = ("hidden_states", "w13", "w2", "topk_weights", "lora_a13", "lora_b13", "lora_a2", "lora_b2", "w13_bias", "w2_bias")
+
+
+def run_experts(inputs: Inputs) -> Tensor:
+    args, kwargs = inputs.experts()
+    result: Tensor = experts(*args, **kwargs)
+    return result
+
+
+def delta_arguments(inputs: Inputs) -> dict[str, Any]:
+    a, b = inputs.gate_up_lora()
+    args, kwargs = inputs.align(8)
+    aligned = torch.ops.moelora.moe_lora_align_block_size(*args, **kwargs)
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    tensors = dict(hidden_states=inputs.hidden_states, lora_a_stacked=a, lora_b_stacked=b, topk_weights=inputs.topk_weights)
+    return {**tensors, **dict(zip(names, aligned)), "mul_routed_weight": True}
+
+
+def run_delta(arguments: dict[str, Any], output: Tensor | None = None) -> Tensor:
+    output = torch.zeros(13, 2, 80) if output is None else output
+    delta(output, **arguments)
+    return output
+
+
+@pytest.mark.parametrize("name", EXPERTS_ARGUMENTS)
+def test_backward_through_the_layer_raises(name: str) -> None:
+    """Whichever tensor requires grad, keyword arguments included: forward has the same bits, backward names the op."""
+    inputs = CASE.make()
+    want = run_experts(inputs)
+    getattr(inputs, name).requires_grad_()
+    out = run_experts(inputs)
+    assert out.requires_grad
+    assert_bitwise(out.detach(), want)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD.format("fused_experts_lora")):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "lora_a_stacked", "lora_b_stacked", "topk_weights"])
+def test_backward_through_the_delta_raises(name: str) -> None:
+    """The output that was written requires grad afterwards, and its backward names the op."""
+    arguments = delta_arguments(CASE.make())
+    want = run_delta(arguments)
+    value = arguments[name]
+    arguments[name] = [value[0], value[1].requires_grad_()] if isinstance(value, list) else value.requires_grad_()
+    out = run_delta(arguments)
+    assert out.requires_grad
+    assert_bitwise(out.detach(), want)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD.format("fused_moe_lora")):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_backward_through_a_base_under_the_delta_raises(view: bool) -> None:
+    """Training a base GEMM whose output got a delta, whole or as a view of a larger buffer, does not silently drop it."""
+    weight = torch.randn(80, 48, requires_grad=True)
+    inputs = CASE.make()
+    output = (inputs.hidden_states @ weight.T)[:, None].expand(-1, 2, -1).contiguous()
+    if view:
+        output = torch.cat([output, output], dim=0)[:13]
+    run_delta(delta_arguments(inputs), output)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD.format("fused_moe_lora")):
+        output.sum().backward()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
+def test_modes_without_gradients(mode: Callable[[], Any]) -> None:
+    """Under no_grad and inference_mode tensors that require grad are data like any other."""
+    inputs = CASE.make()
+    want, want_delta = run_experts(inputs), run_delta(delta_arguments(inputs))
+    inputs.hidden_states.requires_grad_()
+    inputs.lora_b13.requires_grad_()
+    with mode():
+        got, got_delta = run_experts(inputs), run_delta(delta_arguments(inputs))
+        made_inside = run_experts(CASE.make())
+    for result, expected in ((got, want), (got_delta, want_delta), (made_inside, want)):
+        assert not result.requires_grad
+        assert_bitwise(result, expected)
+
+
+def test_no_gradient_is_asked_of_other_graphs() -> None:
+    """A detached result leaves the rest of a training graph alone."""
+    inputs = CASE.make()
+    inputs.hidden_states.requires_grad_()
+    head = torch.randn(48, requires_grad=True)
+    (run_experts(inputs).detach() @ head).sum().backward()
+    assert head.grad is not None and inputs.hidden_states.grad is None
+
+
+@pytest.mark.parametrize("op", ["fused_experts_lora", "fused_moe_lora"])
+def test_compiled_forward_works_and_backward_raises(op: str) -> None:
+    """torch.compile with inputs that require grad gives the eager bits; only running the backward raises."""
+    inputs = CASE.make()
+    arguments = delta_arguments(inputs)
+
+    def layer(x: Tensor) -> Tensor:
+        if op == "fused_experts_lora":
+            return run_experts(inputs.replace(hidden_states=x)) * 2
+        return run_delta({**arguments, "hidden_states": x}) * 2
+
+    want = layer(inputs.hidden_states)
+    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(inputs.hidden_states.clone().requires_grad_())
+    assert_bitwise(out.detach(), want)
+    with pytest.raises(NotImplementedError, match=NO_BACKWARD.format(op)):
+        out.sum().backward()
+
+
+def test_alignment_has_integers_only() -> None:
+    """The align op has no gradient to lose."""
+    args, kwargs = CASE.make().align()
+    assert not any(t.requires_grad for t in torch.ops.moelora.moe_lora_align_block_size(*args, **kwargs))
