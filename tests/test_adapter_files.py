@@ -96,6 +96,32 @@ def test_fused_values(tmp_path: Path) -> None:
             torch.testing.assert_close(delta[e], want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "version", "natural"),
+    [
+        ("mixtral", "0.18.1", False),
+        ("mixtral", "0.19.0", False),
+        ("mixtral", "0.19.1", True),
+        ("mixtral", "0.21.0.dev0@unknown", True),
+        ("gpt_oss", "0.18.1", True),
+        ("gpt_oss", "0.19.0", False),
+        ("gpt_oss", "0.19.1", True),
+        ("llama4_text", "0.18.1", True),
+        ("llama4_text", "0.19.0", True),
+        ("llama4_text", "0.19.1", False),
+    ],
+)
+def test_the_version_decides_where_no_shape_does(tmp_path: Path, model_type: str, version: str, natural: bool) -> None:
+    """down with in == out, alone in the file: what each PEFT did for each storage."""
+    base = BASE | {"model_type": model_type, "moe_intermediate_size": 12, "moe_layers": [1, 2]}
+    config = CONFIG | {"target_parameters": ["experts.down_proj"], "peft_version": version}
+    a, b = torch.randn(16, 12), torch.randn(12, 16)
+    tensors = {f"{PREFIX}1.mlp.experts.lora_A.weight": a, f"{PREFIX}1.mlp.experts.lora_B.weight": b}
+    delta = load_files(tmp_path, (config, tensors), base).delta_weight(1, "down")
+    product = 2 * torch.einsum("oje,eji->eoi", b.view(12, 4, 4), a.view(4, 4, 12))
+    torch.testing.assert_close(delta, product if natural else product.mT, rtol=1e-5, atol=1e-5)
+
+
 def test_rslora_divides_by_the_square_root(tmp_path: Path) -> None:
     """vllm 55545, sglang 40835: use_rslora at r = 16 is alpha / 4, not alpha / 16, in the file's delta and in the pool."""
     config, tensors = per_expert()
@@ -371,8 +397,9 @@ def test_the_adapter_does_not_depend_on_its_file(tmp_path: Path) -> None:
     """Overwriting the file in place later changes nothing."""
     for files in (per_expert(), fused()):
         adapter = load_files(tmp_path, files)
-        before = adapter.delta_weight(1, "up")
-        with (tmp_path / "adapter_model.safetensors").open("r+b") as file:
-            file.seek(3000)
-            file.write(b"\xff" * 3000)
-        assert torch.equal(adapter.delta_weight(1, "up"), before)
+        before = [adapter.delta_weight(layer, p) for layer in (1, 2) for p in ("gate_up", "down")]
+        weights = tmp_path / "adapter_model.safetensors"
+        with weights.open("r+b") as file:
+            file.write(b"\xff" * weights.stat().st_size)
+        after = [adapter.delta_weight(layer, p) for layer in (1, 2) for p in ("gate_up", "down")]
+        assert all(map(torch.equal, after, before))
