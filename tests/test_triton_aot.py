@@ -1,14 +1,17 @@
 """The kernels of both ops compile for real devices, without one: what the launchers would launch, at real sizes, from meta tensors.
 
-Compilation needs Triton without its interpreter, so it runs in a process of its own (this file as a script).
+Compilation needs Triton without its interpreter, so it runs in a process of its own (this file as a script, under the driver of
+aot_compile.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,97 +34,118 @@ CASES = [
 ]
 
 
+LAYER_KERNELS = {"shrink_kernel", "gate_up_kernel", "down_kernel", "combine_kernel"}
+DELTA_KERNELS = {"delta_shrink_kernel", "delta_expand_kernel"}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_compiles_and_fits(case: tuple[Any, ...]) -> None:
-    """Every kernel compiles, stays within the device's shared memory, and spills no registers."""
+    """Every kernel compiles, waits for its predecessor, stays within shared memory, and spills next to no registers."""
+    report = _run_script("compile", *case)
+    assert {entry["name"] for entry in report} == LAYER_KERNELS | DELTA_KERNELS
+    for entry in report:
+        assert entry["shared"] <= SHARED_MEMORY[case[0]], entry
+        assert entry["spill_bytes"] <= 64, entry  # a few scalars; a tile that does not fit costs kilobytes
+        assert entry["waits"] == (1 if case[0] >= 90 else 0), entry
+        assert not entry["wgmma_from_registers"], entry  # ptxas before 13.3 may overwrite them too early (config.is_valid)
+
+
+def test_number_of_variants_is_a_small_constant() -> None:
+    """All batch sizes from 1 to 512, whatever the alignment of their views, need a handful of compiled kernels."""
+    few, many = (_run_script("variants", sizes) for sizes in ([1, 4, 16, 64, 128, 256, 512], [*range(1, 40), 100, 129, 200, 257, 400, 511]))
+    assert few == many
+    assert max(few.values()) <= 10, few
+
+
+def _run_script(*arguments: Any) -> Any:
+    """The JSON that this file prints as a script."""
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, __file__, json.dumps(case)], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, __file__, json.dumps(arguments)], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    names = {entry["name"] for entry in report}
-    assert names >= {"shrink_kernel", "gate_up_kernel", "down_kernel", "combine_kernel", "delta_shrink_kernel", "delta_expand_kernel"}
-    for entry in report:
-        assert entry["shared"] <= SHARED_MEMORY[case[0]], entry
-        assert entry["spill_bytes"] == 0, entry
-        assert entry["dependent_launch"] == (case[0] >= 90), entry
-        assert not entry["wgmma_from_registers"], entry  # ptxas before 13.3 may overwrite them too early (_lora.py)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def _record_launches(capability: int, num_tokens: int, dtype: torch.dtype, model: str, rank: int) -> list[tuple[Any, Any, Any]]:
-    """(kernel, args, kwargs) of all that one call of each op launches."""
-    from triton.runtime.jit import JITFunction
+def _target(capability: int) -> None:
+    """Launchers choose tiles and launch options as on a device of this capability, and their launches compile only."""
+    import triton
+    from aot_compile import CompileOnlyDriver
 
     from moelora_ops.kernels import config
-    from moelora_ops.kernels.triton import _common, delta, experts, route
+    from moelora_ops.kernels.triton import delta, experts
 
-    launches: list[tuple[Any, Any, Any]] = []
-    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))  # type: ignore[method-assign]
+    triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     pdl = {"launch_pdl": True} if capability >= 90 else {}
-    for module in (_common, delta, experts, route):
+    for module in (delta, experts):
         module.pdl_options = lambda device: pdl  # type: ignore[attr-defined]
     config.describe = lambda device: config.Device("target", SHARED_MEMORY[capability])  # type: ignore[assignment]
+    experts.route = _routing  # type: ignore[attr-defined]  # its kernels have tests of their own
+
+
+def _routing(topk_ids: torch.Tensor, *_: Any, num_experts: int, max_loras: int, block_m: int, segment_m: int, **__: Any) -> Any:
+    from moelora_ops.routing import Routing, max_blocks
+
+    pairs = topk_ids.numel()
+    blocks = max_blocks(pairs, num_experts, block_m), max_blocks(pairs, num_experts * max_loras, segment_m)
+    tables = (topk_ids.new_empty((n, width), dtype=torch.int32) for n, width in zip(blocks, (3, 4)))
+    return Routing(*(topk_ids.new_empty(pairs, dtype=torch.int32) for _ in range(3)), *tables, block_m, segment_m)
+
+
+def _call_both_ops(num_tokens: int, dtype: torch.dtype, model: str, rank: int, *, start: int = 0) -> None:
+    """One call of each op as a model makes it, on meta tensors; the batch is a view that begins at token `start`."""
+    from moelora_ops.kernels.triton import delta, experts
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    def batch(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return empty(start + num_tokens, *shape, dtype=dtype)[start:]
+
     e, h, i, k = {"qwen": (128, 2048, 768, 8), "mixtral": (8, 4096, 14336, 2), "gpt-oss": (32, 2880, 2880, 4)}[model]
-    biased = model == "gpt-oss"
-    ids, weights = empty(num_tokens, k, dtype=torch.int32), empty(num_tokens, k, dtype=torch.float32)
-    mapping, ranks = empty(num_tokens, dtype=torch.int32), empty(8, dtype=torch.int32)
+    ids, weights, mapping = batch(k, dtype=torch.int32), batch(k, dtype=torch.float32), batch(dtype=torch.int32)
+    ranks = empty(8, dtype=torch.int32)
     a13, b13, a2, b2 = empty(8, e, 2 * rank, h), empty(8, e, 2 * i, rank), empty(8, e, rank, i), empty(8, e, h, rank)
-    layer = (empty(num_tokens, h), empty(e, 2 * i, h), empty(e, h, i), weights, ids, mapping)
+    layer = (batch(h), empty(e, 2 * i, h), empty(e, h, i), weights, ids, mapping)
     options: dict[str, Any] = {"activation": "gelu", "lora_ranks": ranks}
-    if biased:
+    if model == "gpt-oss":
         options = {"activation": "swigluoai", "interleaved": True, "swiglu_limit": 7.0, "lora_ranks": ranks}
         options |= {"w13_bias": empty(e, 2 * i), "w2_bias": empty(e, h)}
     experts.fused_experts_lora(*layer, a13, b13, a2, b2, **options)
     experts.fused_experts_lora(*layer, None, None, None, None)
-    table = (empty(8, 4096, dtype=torch.int32), empty(8, 64, dtype=torch.int32), empty(8, dtype=torch.int32))
-    x, output = empty(num_tokens, h), empty(num_tokens, k, 2 * i)
-    delta.fused_moe_lora(output, x, list(a13.chunk(2, 2)), list(b13.chunk(2, 2)), weights, *table, lora_ranks=ranks)
-    delta.fused_moe_lora(empty(num_tokens, k, h), empty(num_tokens * k, i), [a2], [b2], weights, *table, mul_routed_weight=True)
-    return launches
+    capacity = (num_tokens * k // 16 + e) * 16
+    table = (empty(8, capacity, dtype=torch.int32), empty(8, capacity // 16, dtype=torch.int32), empty(8, dtype=torch.int32))
+    delta.fused_moe_lora(batch(k, 2 * i), batch(h), list(a13.chunk(2, 2)), list(b13.chunk(2, 2)), weights, *table, lora_ranks=ranks)
+    delta.fused_moe_lora(batch(k, h), empty(num_tokens * k, i), [a2], [b2], weights, *table, mul_routed_weight=True)
 
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-
-
-def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """Compile a launch the way Triton's launcher specialises it."""
+def _compile(capability: int, num_tokens: int, dtype: str, model: str, rank: int) -> list[dict[str, Any]]:
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    values = dict(zip(kernel.arg_names, args)) | {n: v for n, v in kwargs.items() if n in kernel.arg_names}
-    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-    signature, constants, attributes = {}, {}, {}
-    for at, param in enumerate(kernel.params):
-        value = values[param.name]
-        divisible = False
-        if isinstance(value, torch.Tensor):
-            signature[param.name] = "*" + TYPES[value.dtype]
-            divisible = not param.do_not_specialize_on_alignment
-        elif param.is_constexpr or value is None or (value is not True and value == 1 and not param.do_not_specialize):
-            signature[param.name] = "constexpr"
-            constants[param.name] = value
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and not param.do_not_specialize
-        if divisible:
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    _target(capability)
+    report: dict[str, dict[str, Any]] = {}
+    run = triton.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        ttgir, ptx = kernel.asm["ttgir"], kernel.asm["ptx"]
+        registers, spilled = _registers(ptx, capability)
+        report[kernel.hash] = {
+            "name": self.fn.__name__,
+            "shared": kernel.metadata.shared,
+            "registers": registers,
+            "spill_bytes": spilled,
+            "waits": ptx.count("griddepcontrol.wait"),
+            "wgmma_from_registers": any("warp_group_dot " in line and "dot_op" in line for line in ttgir.splitlines()),
+        }
+
+    triton.JITFunction.run = compile_only
+    _call_both_ops(num_tokens, getattr(torch, dtype), model, rank)
+    return list(report.values())
 
 
-def _spills(ptx: str, capability: int) -> tuple[int, int]:
-    """(registers, bytes spilled) as ptxas counts them."""
-    import re
-    import tempfile
-
+def _registers(ptx: str, capability: int) -> tuple[int, int]:
+    """(registers, bytes spilled) of a thread, as ptxas counts them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
@@ -134,32 +158,27 @@ def _spills(ptx: str, capability: int) -> tuple[int, int]:
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
 
 
-def main(capability: int, num_tokens: int, dtype: str, model: str, rank: int) -> None:
-    report, seen = [], set()
-    for kernel, args, kwargs in _record_launches(capability, num_tokens, getattr(torch, dtype), model, rank):
-        name = kernel.fn.__name__
-        if name.startswith("_"):  # the routing kernels have tests of their own
-            continue
-        compiled = _compile(kernel, args, kwargs, capability)
-        if compiled.hash in seen:
-            continue
-        seen.add(compiled.hash)
-        registers, spilled = _spills(compiled.asm["ptx"], capability)
-        report.append(
-            {
-                "name": name,
-                "shared": compiled.metadata.shared,
-                "registers": registers,
-                "spill_bytes": spilled,
-                "dependent_launch": "griddepcontrol.wait" in compiled.asm["ptx"],
-                "wgmma_from_registers": any("warp_group_dot " in t and "dot_op" in t for t in compiled.asm["ttgir"].splitlines()),
-                "threads": 32 * compiled.metadata.num_warps,
-            }
-        )
-        if os.environ.get("SHOW"):
-            Path(os.environ["SHOW"], f"{name}{len(report)}.ttgir").write_text(compiled.asm["ttgir"])
-    print(json.dumps(report))
+def _variants(sizes: list[int]) -> dict[str, int]:
+    """Number of specialisations of each kernel over all batch sizes, without compiling any."""
+    import triton
+
+    _target(90)
+    found: dict[str, set[str]] = {}
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        def hook(*, key: Any, **_: Any) -> bool:
+            found.setdefault(self.fn.__name__, set()).add(str(key))
+            return True
+
+        triton.knobs.runtime.jit_cache_hook = hook
+        run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    run, triton.JITFunction.run = triton.JITFunction.run, record
+    for num_tokens in sizes:
+        _call_both_ops(num_tokens, torch.bfloat16, "qwen", 16, start=num_tokens % 3)
+    return {name: len(keys) for name, keys in found.items()}
 
 
 if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))
+    mode, *arguments = json.loads(sys.argv[1])
+    print(json.dumps({"compile": _compile, "variants": _variants}[mode](*arguments)))

@@ -1,0 +1,128 @@
+"""Tile configurations: always one that is valid, whatever the sizes and the device, and tuned tables that only refine it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moelora_ops.kernels import config
+from moelora_ops.kernels.config import Delta, Device, Experts, Gemm, Problem, Shrink
+
+SIZES = [1, 2, 3, 7, 8, 33, 64, 100, 256, 1000, 4096, 16384, 65536]  # of pairs
+DEVICES = [Device("H200", 227 * 1024), Device("A100", 163 * 1024), Device("L40S", 99 * 1024), Device("T4", 64 * 1024), Device("small", 48 * 1024)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+QWEN = Problem(num_pairs=8, num_experts=128, in_features=2048, out_features=768, num_slices=2, dtype=torch.bfloat16)
+TUNED = Experts(Gemm(16, 128, 64, 4, 2), Gemm(16, 64, 64, 8, 3), Shrink(64, 2, 4, 2), Shrink(64, 1, 4, 2), segment_m=32, combine_n=512)
+
+
+def problems() -> list[Problem]:
+    shapes = [(128, 2048, 768), (8, 4096, 14336), (1, 1, 1), (256, 7168, 2048), (5, 37, 19)]
+    return [Problem(p, *shape, slices, dtype) for p in SIZES for shape in shapes for slices in (1, 2) for dtype in DTYPES]
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder instead of the shipped tables; nothing is remembered of either."""
+    for cached in (config.experts, config.delta, config.read_table):
+        cached.cache_clear()
+    monkeypatch.setattr(config, "CONFIGS", tmp_path)
+    yield tmp_path
+    for cached in (config.experts, config.delta, config.read_table):
+        cached.cache_clear()
+
+
+def write_table(op: str, problem: Problem, device: Device, table: dict[str, object]) -> None:
+    path = config.table_path(op, problem, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_every_problem_has_a_valid_configuration(device: Device) -> None:
+    """Any size, dtype and device down to 48 KB of shared memory."""
+    for problem in problems():
+        assert config.is_valid(config.experts(problem, device), problem, device)
+        for block_size in (1, 16, 24, 64, 128):
+            assert config.is_valid(config.delta(problem, block_size, device), problem, device)
+
+
+def test_rules_follow_the_rows_of_an_expert() -> None:
+    """One token runs on the smallest tiles with K split, large batches on large tiles without."""
+    device = DEVICES[0]
+    one, many = (config.experts(dataclasses.replace(QWEN, num_pairs=p), device) for p in (8, 16384))
+    assert (one.gate_up.block_m, one.shrink13.splits) == (16, 8)
+    assert (many.gate_up.block_m, many.shrink13.splits) == (128, 1)
+
+
+def test_number_of_configurations_is_a_small_constant() -> None:
+    """All batches of 1 to 512 tokens share a handful of configurations."""
+    device = DEVICES[0]
+    found = {config.experts(dataclasses.replace(QWEN, num_pairs=8 * t), device) for t in range(1, 513)}
+    assert len(found) <= 6
+
+
+BROKEN = {
+    "tile of 24": dict(gate_up=Gemm(16, 24, 64, 4, 2)),
+    "tile of 8": dict(segment_m=8),
+    "tile of 0": dict(combine_n=0),
+    "gate_up and down walk different blocks": dict(gate_up=Gemm(32, 64, 64, 4, 2)),
+    "three warps": dict(down=Gemm(16, 64, 64, 3, 3)),
+    "no stage": dict(down=Gemm(16, 64, 64, 4, 0)),
+    "no split": dict(shrink13=Shrink(64, 0, 4, 2)),
+    "too much shared memory": dict(gate_up=Gemm(16, 128, 256, 4, 4)),
+    "too many registers": dict(gate_up=Gemm(128, 256, 16, 8, 1), down=Gemm(128, 16, 16, 4, 1)),
+    "a sum of splits feeds WGMMA": dict(gate_up=Gemm(64, 64, 64, 4, 2), down=Gemm(64, 64, 64, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_invalid_configurations_are_recognised(what: str) -> None:
+    """Each way of not compiling or not fitting is seen by `is_valid`."""
+    assert config.is_valid(TUNED, QWEN, DEVICES[0])
+    assert not config.is_valid(dataclasses.replace(TUNED, **BROKEN[what]), QWEN, DEVICES[0])
+
+
+def test_tuned_table_is_used(tables: Path) -> None:
+    """The nearest key in the logarithm serves; its values are the fields of the dataclass."""
+    device, other = DEVICES[0], dataclasses.replace(TUNED, combine_n=1024)
+    write_table("experts", QWEN, device, {"8": dataclasses.asdict(TUNED), "4096": dataclasses.asdict(other)})
+    chosen = [config.experts(dataclasses.replace(QWEN, num_pairs=p), device) for p in (1, 8, 180, 182, 10**6)]
+    assert chosen == [TUNED, TUNED, TUNED, other, other]
+    assert config.experts(dataclasses.replace(QWEN, num_experts=64), device) != TUNED, "another shape has another table"
+
+
+def test_tuned_delta_table_is_used(tables: Path) -> None:
+    """The same for the delta op."""
+    tuned = Delta(Shrink(64, 2, 2, 2), block_m=32, block_n=64, num_warps=2)
+    write_table("delta", QWEN, DEVICES[0], {"64": dataclasses.asdict(tuned)})
+    assert config.delta(QWEN, 16, DEVICES[0]) == tuned
+
+
+def test_tuned_entry_that_does_not_fit_is_passed_over(tables: Path) -> None:
+    """A table made for more shared memory falls back to the rules."""
+    device = DEVICES[-1]
+    large = dataclasses.replace(TUNED, gate_up=Gemm(16, 128, 128, 4, 4))
+    write_table("experts", QWEN, device, {"8": dataclasses.asdict(large)})
+    assert config.experts(QWEN, device) != large
+    assert config.is_valid(config.experts(QWEN, device), QWEN, device)
+
+
+def test_shipped_tables_are_valid() -> None:
+    """Every table in the package can be read, and its entries run on the device they name."""
+    for path in config.CONFIGS.rglob("*.json"):
+        sizes = dict(part.split("=") for part in path.stem.split(","))
+        read = {"experts": config.read_experts, "delta": config.read_delta}[path.parent.name]
+        for pairs, entry in config.read_table(path).items():
+            numbers = (int(sizes[letter]) for letter in "EHIS")
+            problem = Problem(int(pairs), *numbers, getattr(torch, sizes["dtype"]))
+            assert config.is_valid(read(entry), problem, Device(sizes["device"], 227 * 1024)), path
+
+
+@pytest.mark.parametrize("max_rank, ranks", [(1, 16), (16, 16), (17, 32), (64, 32), (256, 32)])
+def test_rank_tile(max_rank: int, ranks: int) -> None:
+    """16 where the pool's rank allows, else 32: a tile is computed whole, so small adapters in large pools stay cheap."""
+    assert config.block_r(max_rank) == ranks
