@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all the set-up. On a machine with its own torch and no network: `make test-gpu PYTHON=python3`.
+# `make demo` and `make test` do all the set-up. `make test-gpu` uses the machine's own python3, torch and Triton, and no network.
 VENV := .venv
 PYTHON ?= $(VENV)/bin/python
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
@@ -7,8 +7,8 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
 venv: $(VENV)/.installed
 
-# CPU torch is pinned: an open range would fetch a CUDA build of several GB. The second install reuses what the first one brought.
-$(VENV)/.torch: pyproject.toml
+# torch is pinned: an open range may fetch a build of several GB more. The second install builds against what the first one brought.
+$(VENV)/.torch:
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q "torch==2.13.*" "setuptools>=77" numpy "triton==3.9.*"
 	touch $@
@@ -23,14 +23,18 @@ demo: venv
 test: venv
 	$(PYTHON) -m pytest -q -m "not gpu"
 
-# Uses what the machine has installed: python3 with a CUDA torch, Triton, nvcc.
 test-gpu:
 	python3 -m pip install -q --no-build-isolation --no-deps --no-index -e .
 	python3 -m pytest -q -m gpu tests/gpu
 
 bench-cpu: venv
-	$(VENV)/bin/python -m pip install -q -e ".[bench]" --no-build-isolation
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -e ".[bench]"
 	$(PYTHON) -m benchmarks.cpu
+
+check: venv
+	$(VENV)/bin/python -m pip install -q ruff mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
 
 clean:
 	rm -rf $(VENV) build *.egg-info moelora_ops/*.so

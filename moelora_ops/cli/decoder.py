@@ -40,7 +40,7 @@ class Decoder:
 
     def capture(self) -> None:
         """Capture a step, after the warm-up that lazily compiled kernels need."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._forward()

@@ -1,9 +1,9 @@
 """The library's main job on whatever machine this is, checked at every step.
 
-A small Mixture-of-Experts decoder (random weights) serves a batch of sequences, each with its own adapter or none. Three adapters
-of different rank are written to disk as PEFT writes them and loaded back. The decode loop is compiled with fullgraph=True, on a
-GPU also captured in a CUDA graph; halfway one adapter is swapped for another, in place. Every step is compared with the eager
-reference in fp64. Exit code 1 if a check fails.
+A small Mixture-of-Experts decoder (random weights) serves a batch of sequences, each with its own adapter or none. Three
+adapters of different rank are written to disk as PEFT writes them and loaded back. The decode loop is compiled with
+fullgraph=True, on a GPU also captured in a CUDA graph; halfway one adapter is swapped for another, in place. Every step is
+compared with the eager reference in fp64. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device_name}; {str(dtype).removeprefix('torch.')}; expert layers: {served_by}; torch.compile: {backend}")
     print(
-        f"{CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts; {len(SLOTS)} sequences, {options.steps} steps; "
-        f"3 adapters, ranks {', '.join(map(str, RANKS))}; slot 0 is swapped before step {options.steps // 2}"
+        f"{CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts; {len(SLOTS)} sequences, {options.steps} steps;"
+        f" 3 adapters, ranks {', '.join(map(str, RANKS))}; slot 0 is swapped before step {options.steps // 2}"
     )
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
