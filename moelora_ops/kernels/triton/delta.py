@@ -249,7 +249,7 @@ def fused_moe_lora(
     table = (sorted_token_ids.contiguous(), expert_ids.contiguous(), num_tokens_post_padded.contiguous())
     ranks = None if lora_ranks is None else lora_ranks.contiguous()
     sizes = (
-        num_pairs, max_loras, 2**31 - 1 if shared_experts else num_experts, block_size, blocks_per_slot, tiles_per_block, capacity,
+        num_pairs, max_loras, 2**31 if shared_experts else num_experts, block_size, blocks_per_slot, tiles_per_block, capacity,
         max_rank,
     )  # fmt: skip
     rows_per_input = top_k if hidden_states.shape[0] == num_tokens else 1
