@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device_name}; {str(dtype).removeprefix('torch.')}; expert layers: {served_by}; torch.compile: {backend}")
     print(
-        f"{CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts; {len(SLOTS)} sequences, {options.steps} steps;"
-        f" 3 adapters, ranks {', '.join(map(str, RANKS))}; slot 0 is swapped before step {options.steps // 2}"
+        f"{CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts; {len(SLOTS)} sequences; 3 adapters, ranks "
+        f"{', '.join(map(str, RANKS))}; {options.steps} steps, before step {options.steps // 2} slot 0 is swapped"
     )
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
