@@ -14,9 +14,8 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from moelora_ops.testing.capture import FakeGraph
 from moelora_ops.testing.cases import Case
 from moelora_ops.testing.numerics import TOLERANCES, assert_close
 
@@ -259,30 +258,6 @@ def test_fake_cuda_tensors_keep_device_dtype_and_shape() -> None:
         output = torch.empty(13, 2, 32, dtype=torch.bfloat16, device="cuda")
         x = torch.empty(26, 24, dtype=torch.bfloat16, device="cuda")
         assert ops.fused_moe_lora(output, x, *inputs.down_lora(), inputs.topk_weights, *aligned) is None
-
-
-class FakeGraph(TorchDispatchMode):
-    """Record each dispatched op with its tensors, and run the same calls on them again: what a CUDA graph does, without one."""
-
-    HOST_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::item"}
-    NOT_CAPTURABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in self.HOST_READS or self.NOT_CAPTURABLE & set(func.tags):
-            raise RuntimeError(f"{func} cannot be captured")
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-    def replay(self) -> None:
-        for func, args, kwargs, captured in self.calls:
-            for old, new in zip(tree_leaves(captured), tree_leaves(func(*args, **kwargs))):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
 
 
 @BLOCKS

@@ -308,6 +308,7 @@ CASES = (
     Case("disabled-slot", num_tokens=20, disabled=(1,)),
     Case("strided", strided=True, bias=True, stray_ids=True, disabled=(), num_global_experts=9),
     Case("gpt-oss-like", activation="swigluoai", swiglu_limit=0.7, interleaved=True, bias=True),
+    Case("swigluoai-halves", activation="swigluoai", swiglu_alpha=0.6),
     Case("nemotron-like", activation="relu2", gated=False, routed_scaling_factor=2.5),
     Case("llama4-like", top_k=1, apply_router_weight_on_input=True),
     Case("gelu-tanh", activation="gelu_tanh", swiglu_limit=0.5, apply_router_weight_on_input=True),

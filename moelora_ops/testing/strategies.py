@@ -50,6 +50,7 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
         activation=draw(st.sampled_from(activations)),
         gated=gated,
         interleaved=gated and draw(st.booleans()),
+        swiglu_alpha=draw(st.sampled_from((1.702, 0.6))),
         swiglu_limit=draw(st.sampled_from((None, 0.7))),
         apply_router_weight_on_input=draw(st.booleans()),
         routed_scaling_factor=draw(st.sampled_from((1.0, 2.5))),
