@@ -10,7 +10,7 @@ import torch
 
 import moelora_ops
 from moelora_ops import FusedMoEWithLoRA, LoraAdapter, LoraPool, meta
-from moelora_ops.cli import demo, main
+from moelora_ops.cli import demo, env, main
 from moelora_ops.kernels import native
 
 # No code generation: what the demo checks is the same, in seconds.
@@ -126,6 +126,28 @@ def test_env_says_why_the_compiled_kernels_are_missing(
     monkeypatch.setattr(native, "CPU_MISSING", "failed to load: no such symbol")
     main(["env"])
     assert "PyTorch reference (compiled C++: failed to load: no such symbol)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "kernel", "triton", "expected"),
+    [
+        (None, False, None, True, "nothing (this torch has no CUDA)"),
+        ("13.0", False, None, True, "nothing (torch sees no GPU)"),
+        ("13.0", True, object(), True, "CUDA C++"),
+        ("13.0", True, None, True, "Triton (CUDA C++: the reason)"),
+        ("13.0", True, None, False, "nothing (Triton: not installed; CUDA C++: the reason)"),
+    ],
+)
+def test_cuda_backend(
+    cuda: str | None, gpu: bool, kernel: object, triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What serves CUDA tensors, in each kind of environment."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(native, "op", lambda name, device_type: kernel)
+    monkeypatch.setattr(native, "CUDA_MISSING", "the reason")
+    monkeypatch.setattr(env.importlib.util, "find_spec", lambda name: object() if triton else None)
+    assert env.cuda_backend("moe_lora_align_block_size") == expected
 
 
 @pytest.mark.parametrize("argv", [[], ["nope"], ["demo", "--steps", "1"], ["demo", "--device", "abacus"]], ids=str)
