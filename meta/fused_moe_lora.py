@@ -51,10 +51,10 @@ def check(
     _check_hidden_states(sizes, hidden_states, output)
     _check_adapters(sizes, lora_a_stacked, lora_b_stacked, hidden_states)
     check_positive("offset", offset, least=0)
-    width = len(lora_b_stacked) * sizes["N"]
-    if holds(offset + width > output.shape[2]):
+    slices, width = len(lora_b_stacked), sizes["N"]
+    if holds(offset + slices * width > output.shape[2]):
         raise ValueError(
-            f"output dim 2 must be >= offset + slices * N = {offset} + {len(lora_b_stacked)} * {sizes['N']}, got {output.shape[2]}"
+            f"output dim 2 must be >= offset + slices * N = {offset} + {slices} * {width}, got {output.shape[2]}"
         )
     check_tensor("topk_weights", topk_weights)
     check_dtype("topk_weights", topk_weights, (torch.float32,))
@@ -131,7 +131,8 @@ def _check_blocks(capacity: int, num_blocks: int) -> None:
         return
     if holds(num_blocks == 0) or holds(num_blocks > capacity) or holds(capacity % num_blocks != 0):
         raise ValueError(
-            f"expert_ids dim 1 must divide sorted_token_ids dim 1 = {capacity} (their ratio is the block size), got {num_blocks}"
+            f"expert_ids dim 1 must divide sorted_token_ids dim 1 = {capacity} (their ratio is the block size), "
+            f"got {num_blocks}"
         )
 
 

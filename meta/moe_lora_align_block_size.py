@@ -8,7 +8,6 @@ from torch import Tensor
 from moelora_ops.checks import (
     INT32_MAX,
     Sizes,
-    check_device,
     check_dtype,
     check_enabled,
     check_ids,
@@ -54,7 +53,7 @@ def check(
     if holds(capacity > INT32_MAX):
         raise ValueError(f"block_size must keep the padded row count within {INT32_MAX}, got {block_size} for {capacity} rows")
     if holds(num_experts * max_loras > MAX_KEYS):
-        raise ValueError(f"max_loras must keep num_experts * max_loras within {MAX_KEYS}, got {max_loras} for {num_experts} experts")
+        raise ValueError(f"num_experts * max_loras must be at most {MAX_KEYS}, got {num_experts} * {max_loras}")
     check_enabled(adapter_enabled, max_loras, "topk_ids", topk_ids)
     if expert_map is not None:
         sizes.set("num_experts", num_experts, "the argument num_experts")

@@ -85,7 +85,8 @@ class Sizes:
     def bind(self, name: str, tensor: Tensor, *letters: str) -> None:
         """Check the rank of `tensor` and each size against its letter; "X|1" also takes a size of one."""
         if tensor.dim() != len(letters):
-            raise ValueError(f"{name} must be {len(letters)}-dimensional [{', '.join(letters)}], got shape {tuple(tensor.shape)}")
+            want = f"{len(letters)}-dimensional [{', '.join(letters)}]"
+            raise ValueError(f"{name} must be {want}, got shape {tuple(tensor.shape)}")
         for dim, letter in enumerate(letters):
             size = tensor.shape[dim]
             letter, _, alternative = letter.partition("|")

@@ -8,7 +8,7 @@ Legend: T tokens, K top_k, P = T * K pairs, E experts, L adapter slots, R the po
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -165,7 +165,7 @@ def activate(gu: Tensor, activation: str, *, gated: bool, interleaved: bool, alp
     return _ACTIVATIONS[activation](gate) * up
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -116,7 +116,8 @@ def test_experts_mapped_to_one_are_one_group() -> None:
     """Several global ids with one local id share its blocks; local ids outside [0, num_experts) are not here."""
     topk_ids, expert_map = torch.tensor([[0, 1], [2, 4], [3, 1], [5, 0]]), torch.tensor([1, 1, 0, 9, -4, 1])
     rows, experts, lengths = check_equal(((topk_ids, torch.tensor([0, 0, 0, 0]), 6, 2, 1), {"expert_map": expert_map}))
-    assert rows[0, :8].tolist() == [2, 8, 0, 1, 5, 6, 7, 8] and experts[0, :4].tolist() == [0, 1, 1, 1] and lengths.tolist() == [8]
+    assert rows[0, :8].tolist() == [2, 8, 0, 1, 5, 6, 7, 8]
+    assert experts[0, :4].tolist() == [0, 1, 1, 1] and lengths.tolist() == [8]
 
 
 def test_gaps_in_the_inputs() -> None:

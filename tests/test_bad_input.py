@@ -127,6 +127,8 @@ ALIGN = [Bad("moe_lora_align_block_size", *row) for row in (
     ("more pairs than int32", lambda: dict(topk_ids=ids(2**30, 2, device="meta"), token_lora_mapping=ids(2**30, device="meta"),
      adapter_enabled=None, expert_map=None), ValueError,
      "topk_ids must hold at most 2147483647 pairs (int32 pair ids), got 2147483648"),
+    ("more keys than 2^30", lambda: dict(max_loras=2**29), ValueError,
+     "num_experts * max_loras must be at most 1073741824, got 4 * 536870912"),
     ("more padded rows than int32", lambda: dict(block_size=2**30), ValueError,
      "block_size must keep the padded row count within 2147483647, got 1073741824 for 5368709120 rows"),
 )]  # fmt: skip

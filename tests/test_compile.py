@@ -82,7 +82,8 @@ class Engine(Block):
 
     def forward(self, x: Tensor, mapping: Tensor) -> Tensor:
         weights, topk_ids = self.route(x)
-        aligned = ops.moe_lora_align_block_size(topk_ids, mapping, self.num_experts, 16, 3, adapter_enabled=self.adapter_enabled)
+        enabled = self.adapter_enabled
+        aligned = ops.moe_lora_align_block_size(topk_ids, mapping, self.num_experts, 16, 3, adapter_enabled=enabled)
         gate_up = torch.einsum("th,tknh->tkn", x, self.chosen(self.w13, topk_ids))
         a13, b13 = self.lora_a13.chunk(2, dim=2), self.lora_b13.chunk(2, dim=2)
         ops.fused_moe_lora(gate_up, x, list(a13), list(b13), weights, *aligned, lora_ranks=self.lora_ranks)
@@ -180,7 +181,8 @@ def test_offset_and_capacity_follow_dynamic_sizes() -> None:
     for size in (3, 5, 6, 9):
         inputs = CASE.like(hidden_size=4 * size, num_tokens=size, max_loras=size - 1, num_experts=size + 1).make()
         ids, weights, mapping = inputs.topk_ids, inputs.topk_weights, inputs.token_lora_mapping
-        args = (torch.randn(size, 2, 7 * size), torch.randn(size * 2, 24), inputs.lora_a2, inputs.lora_b2, weights, ids, mapping)
+        output, x = torch.randn(size, 2, 7 * size), torch.randn(size * 2, 24)
+        args = (output, x, inputs.lora_a2, inputs.lora_b2, weights, ids, mapping)
         assert_close(compiled(*args), delta(*args), TOLERANCES[torch.float32])
     assert counter.frame_count <= 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Iterator
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from moelora_ops.kernels import config
 from moelora_ops.kernels.config import Delta, Device, Experts, Gemm, Problem, Shrink
 
 SIZES = [1, 2, 3, 7, 8, 33, 64, 100, 256, 1000, 4096, 16384, 65536]  # of pairs
-DEVICES = [Device("H200", 227 * 1024), Device("A100", 163 * 1024), Device("L40S", 99 * 1024), Device("T4", 64 * 1024), Device("small", 48 * 1024)]
+DEVICES = [Device(name, kb * 1024) for name, kb in (("H200", 227), ("A100", 163), ("L40S", 99), ("T4", 64), ("small", 48))]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 QWEN = Problem(num_pairs=8, num_experts=128, in_features=2048, out_features=768, num_slices=2, dtype=torch.bfloat16)
-TUNED = Experts(Gemm(16, 128, 64, 4, 2), Gemm(16, 64, 64, 8, 3), Shrink(64, 2, 4, 2), Shrink(64, 1, 4, 2), segment_m=32, combine_n=512)
+TUNED = Experts(Gemm(16, 128, 64, 4, 2), Gemm(16, 64, 64, 8, 3), Shrink(64, 2, 4, 2), Shrink(64, 1, 4, 2), 32, combine_n=512)
 
 
 def problems() -> list[Problem]:
@@ -25,7 +26,7 @@ def problems() -> list[Problem]:
 
 
 @pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder instead of the shipped tables; nothing is remembered of either."""
     for cached in (config.experts, config.delta, config.read_table):
         cached.cache_clear()

@@ -3,9 +3,9 @@
 The numbers are those of the issues and pull requests where the fault was seen. Faults that live elsewhere than in an op:
 
 - rsLoRA scaling (vllm 55545; sglang 40835): tests/test_adapter_files.py; misread files: tests/test_adapters.py
-- wrong WGMMA results on SM90 (triton 9433, 11781), shared memory over the device's limit (vllm 47209), int32 overflow in Triton
-  addresses (sglang 35188; vllm 39585, 53034; axolotl 3865), JIT compiles during serving (vllm 27445, 45631, 49349), a host copy at
-  the first use inside a capture, an in-place output on a second stream: tests/gpu and tests/test_triton_aot.py
+- wrong WGMMA results on SM90 (triton 9433, 11781), shared memory over the device's limit (vllm 47209), int32 overflow in
+  Triton addresses (sglang 35188; vllm 39585, 53034; axolotl 3865), JIT compiles during serving (vllm 27445, 45631, 49349),
+  a host copy at the first use inside a capture, an in-place output on a second stream: tests/gpu, tests/test_triton_aot.py
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def layer(inputs: Inputs, *, adapters: bool = True, **changes: Any) -> Tensor:
 
 
 def check_layer(inputs: Inputs) -> None:
-    assert_delta_close(layer(inputs), layer(inputs, adapters=False), exact_experts(inputs), exact_experts(inputs, adapters=False))
+    expected = exact_experts(inputs), exact_experts(inputs, adapters=False)
+    assert_delta_close(layer(inputs), layer(inputs, adapters=False), *expected)
 
 
 def delta(inputs: Inputs, projection: str, x: Tensor, *, block_size: int = 8, function: Any = None, **options: Any) -> Tensor:

@@ -129,7 +129,7 @@ except ImportError as error:
     assert "import this package as moelora_ops.meta" in python(code, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["moelora_ops.testing.cases", "moelora_ops.meta", "moelora_ops.reference", "moelora_ops.kernels"])
+@pytest.mark.parametrize("module", [f"moelora_ops.{name}" for name in ("testing.cases", "meta", "reference", "kernels")])
 def test_submodules_import_alone(module: str, tmp_path: Path) -> None:
     """Every entry to the package is a first import."""
     assert python(f"import {module}; print('ok')", tmp_path) == "ok"

@@ -1,4 +1,4 @@
-"""torch.library.opcheck of the three ops: schema, fake kernel, autograd registration and AOT dispatch agree with the kernels."""
+"""torch.library.opcheck of the three ops: schema, fake, autograd registration and AOT dispatch agree with the kernels."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def test_half_precision(dtype: torch.dtype) -> None:
     torch.library.opcheck(OPS.fused_moe_lora.default, *delta_call(inputs, "down"))
 
 
-@pytest.mark.parametrize("name", ["empty", "one-token", "no-slot", "one-expert-of-one", "shared-outer", "strided", "nemotron-like"])
+SPECIAL = ("empty", "one-token", "no-slot", "one-expert-of-one", "shared-outer", "strided", "nemotron-like")
+
+
+@pytest.mark.parametrize("name", SPECIAL)
 def test_special_sizes_and_layouts(name: str) -> None:
     """No tokens, one token, no slots, one expert, shared A, views and a layer without a gate."""
     inputs = next(c for c in CASES if c.name == name).make()

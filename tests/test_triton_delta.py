@@ -87,7 +87,8 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.parametrize("rank", [1, 12, 24, 96])
 def test_ranks(rank: int) -> None:
     """Any rank of pool and adapter, over several rank tiles."""
-    Call(TINY.like(num_tokens=2, adapters="uniform", max_lora_rank=rank, ranks=(rank, max(rank - 1, 1))).make(), "gate_up").check()
+    case = TINY.like(num_tokens=2, adapters="uniform", max_lora_rank=rank, ranks=(rank, max(rank - 1, 1)))
+    Call(case.make(), "gate_up").check()
 
 
 def test_split_k() -> None:

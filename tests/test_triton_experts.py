@@ -131,7 +131,7 @@ def test_no_adapter_is_the_base_bit_for_bit() -> None:
 @pytest.mark.parametrize("weight_on_input", [False, True])
 def test_rows_without_adapter_keep_their_bits(weight_on_input: bool) -> None:
     """In a block shared with adapters whose B is NaN, rows of -1 and of other adapters are as if alone."""
-    case = TINY.like(num_tokens=12, num_experts=1, top_k=1, adapters="mixed", bias=True, apply_router_weight_on_input=weight_on_input)
+    case = TINY.like(num_tokens=12, num_experts=1, top_k=1, bias=True, apply_router_weight_on_input=weight_on_input)
     inputs = case.make()
     clean, base = launch(inputs), launch(inputs, adapters=False)
     slots = torch.tensor(inputs.slots())
@@ -172,11 +172,11 @@ def test_scratch_is_bounded_by_pairs(poisoned_scratch: list[Tensor]) -> None:
 
 def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of all sizes, splits of K, and segment blocks wider or narrower than expert blocks."""
-    gemm, shrink = config.Gemm(16, 16, 16, 4, 1), config.Shrink(16, 3, 4, 1)
+    gemm, wide, shrink = config.Gemm(16, 16, 16, 4, 1), config.Gemm(32, 64, 64, 4, 1), config.Shrink(16, 3, 4, 1)
     case = Case("configured", num_tokens=18, num_experts=2, hidden_size=50, intermediate_size=34, max_loras=2)
     for tiles in (
         config.Experts(gemm, gemm, shrink, shrink, segment_m=32, combine_n=16),
-        config.Experts(config.Gemm(32, 64, 64, 4, 1), config.Gemm(32, 32, 128, 4, 1), shrink, shrink, segment_m=16, combine_n=64),
+        config.Experts(wide, wide, shrink, shrink, segment_m=16, combine_n=64),
     ):
         monkeypatch.setattr(config, "experts", lambda problem, device, tiles=tiles: tiles)
         check(case)

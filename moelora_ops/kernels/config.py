@@ -1,15 +1,16 @@
 """Tile configurations: frozen data, rules with reasons, one validity predicate, tuned tables beside.
 
-A configuration changes speed, never results (beyond the order in which a tile's products are summed). `experts` and `delta` look
-for a tuned table first and fall back to the rules; whatever is not valid on the device is passed over, down to tiles that fit any.
-None of it depends on whether there are adapters, so rows without one have the same bits with and without a pool.
+A configuration changes speed, never results (beyond the order in which a tile's products are summed). `experts` and `delta`
+look for a tuned table first and fall back to the rules; what is not valid on the device is passed over, down to tiles that fit
+any. None of it depends on whether there are adapters, so rows without one have the same bits with and without a pool.
 
 A tuned table is package data, `configs/experts/E=128,H=2048,I=768,S=2,dtype=bfloat16,device=NVIDIA_H200.json`:
 
-    {"8": {"gate_up": {"block_m": 16, ...}, "down": {...}, "shrink13": {...}, "shrink2": {...}, "segment_m": 16, ...}, "4096": ...}
+    {"8": {"gate_up": {"block_m": 16, ...}, "down": {...}, "shrink13": {...}, "shrink2": {...}, "segment_m": 16, ...}, ...}
 
-Keys are numbers of pairs (T * K); the nearest in the logarithm serves; values are the fields of `Experts`. A table holds a dozen
-keys at most, and the rules have as few steps, so the number of compiled variants over all batch sizes is a small constant.
+Keys are numbers of pairs (T * K); the nearest in the logarithm serves; values are the fields of `Experts` (of `Delta` under
+`configs/delta`, where I is N). A table holds a dozen keys at most, and the rules have as few steps, so the number of compiled
+variants over all batch sizes is a small constant.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def describe(device: torch.device) -> Device:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.name.replace(" ", "_"), properties.shared_memory_per_block_optin)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)  # absent on ROCm
+    return Device(properties.name.replace(" ", "_"), shared_memory)
 
 
 @lru_cache(maxsize=4096)
@@ -153,8 +155,8 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
         all(t >= 16 and t & (t - 1) == 0 for t in tiles)  # the smallest tile of tl.dot, and powers of two only
         and all(w in (1, 2, 4, 8) for w in warps)
         and all(s.splits >= 1 and s.num_stages >= 1 for s, _, _ in shrinks)
-        # From 64 rows on the expand is a WGMMA, fed from shared memory when z is loaded whole, but from registers when it is a sum
-        # of splits; ptxas before 13.3 may overwrite such registers before they are read.
+        # From 64 rows on the expand is a WGMMA, fed from shared memory when z is loaded whole, but from registers when it is a
+        # sum of splits; ptxas before 13.3 may overwrite such registers before they are read.
         and (block_m < MIN_WGMMA_M or all(s.splits == 1 for s, _, _ in shrinks))
         and all(elements <= 128 * 32 * w for w, elements in accumulators)  # 128 of a thread's 255 registers accumulate
         and max(shared) <= device.shared_memory

@@ -1,7 +1,7 @@
 """The one `torch.library.Library` of the package, and how an op enters it.
 
-`register` gives an op its schema, fake, CPU and CUDA kernels. `refuse_backward` adds an autograd kernel whose only job is to make
-a backward pass raise: PyTorch's default for an op without a formula is a warning and a missing gradient.
+`register` gives an op its schema, fake, CPU and CUDA kernels. `refuse_backward` adds an autograd kernel whose only job is to
+make a backward pass raise: PyTorch's default for an op without a formula is a warning and a missing gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def refuse_backward(op: Any) -> None:
     """Make the float results of `op` (its return, or the first argument it writes) raise when backward reaches them."""
     name = op._schema.name.partition("::")[2]
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
-    function = _RefuseInPlace if writes else _RefusePure
+    function: Any = _RefuseInPlace if writes else _RefusePure
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         edge = _first_requiring_grad((*args, *kwargs.values())) if torch.is_grad_enabled() else None

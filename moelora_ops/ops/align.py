@@ -15,12 +15,12 @@ _CPU = native.op(contract.NAME, "cpu") or reference.moe_lora_align_block_size
 _CUDA = native.op(contract.NAME, "cuda")
 
 
-def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu(*args: Any, **kwargs: Any) -> Any:
     contract.check(*args, **kwargs)
     return _CPU(*args, **kwargs)
 
 
-def _cuda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda(*args: Any, **kwargs: Any) -> Any:
     contract.check(*args, **kwargs)
     if _CUDA is not None:
         return _CUDA(*args, **kwargs)
@@ -65,6 +65,7 @@ def moe_lora_align_block_size(
     Raises: ValueError, TypeError naming the argument, what was expected and what came.
     Source: the layout of SGLang's and vLLM's moe_lora_align_block_size.
     """
-    return _OP(
+    result: tuple[Tensor, Tensor, Tensor] = _OP(
         topk_ids, token_lora_mapping, num_experts, block_size, max_loras, adapter_enabled=adapter_enabled, expert_map=expert_map
     )
+    return result

@@ -87,9 +87,10 @@ def fused_experts_lora(
     Returns: (T, H), dtype of hidden_states. Rounding: docs/numerics.md.
     Raises: ValueError, TypeError naming the argument, what was expected and what came.
     """
-    return _OP(
+    result: Tensor = _OP(
         hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping, lora_a13, lora_b13, lora_a2, lora_b2,
         lora_ranks=lora_ranks, adapter_enabled=adapter_enabled, w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map,
         activation=activation, gated=gated, interleaved=interleaved, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         apply_router_weight_on_input=apply_router_weight_on_input, routed_scaling_factor=routed_scaling_factor,
     )  # fmt: skip
+    return result

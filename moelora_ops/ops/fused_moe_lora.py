@@ -57,8 +57,8 @@ def fused_moe_lora(
             leading dimensions may be views, slices or expanded.
         lora_b_stacked: S tensors (L, E or 1, N, R); the scaling alpha / r is already folded into B.
         topk_weights: (T, K) fp32, used when `mul_routed_weight`.
-        sorted_token_ids, expert_ids, num_tokens_post_padded: from `moe_lora_align_block_size`, (L, EM), (L, blocks), (L,) int32;
-            the block size is EM / blocks. Pair ids outside [0, P) are padding, experts outside [0, E) have no delta.
+        sorted_token_ids, expert_ids, num_tokens_post_padded: from `moe_lora_align_block_size`, (L, EM), (L, blocks), (L,)
+            int32; the block size is EM / blocks. Pair ids outside [0, P) are padding, experts outside [0, E) have no delta.
         lora_ranks: (L,) int32, rank of each slot's adapter, clamped to [0, R]; columns past it are not read into a result.
         mul_routed_weight: multiply the delta by the pair's weight, in fp32.
         offset: first column written.
@@ -68,6 +68,7 @@ def fused_moe_lora(
     Source: shrink and expand of SGMV, Punica, arXiv:2310.18547; the contract of SGLang's and vLLM's fused_moe_lora.
     """
     _OP(
-        output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded,
+        output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights,
+        sorted_token_ids, expert_ids, num_tokens_post_padded,
         lora_ranks=lora_ranks, mul_routed_weight=mul_routed_weight, offset=offset,
     )  # fmt: skip

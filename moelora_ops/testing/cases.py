@@ -105,8 +105,10 @@ class Inputs:
         names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
         lora = tuple(getattr(self, name) if adapters else None for name in names)
         base = (self.hidden_states, self.w13, self.w2, self.topk_weights, self.topk_ids, self.token_lora_mapping)
-        options = ("activation", "gated", "interleaved", "swiglu_alpha", "swiglu_limit")
-        options += ("apply_router_weight_on_input", "routed_scaling_factor")
+        options = (
+            *("activation", "gated", "interleaved", "swiglu_alpha", "swiglu_limit"),
+            *("apply_router_weight_on_input", "routed_scaling_factor"),
+        )
         kwargs = {name: getattr(self, name) for name in ("w13_bias", "w2_bias", "expert_map")}
         kwargs |= {name: getattr(self.case, name) for name in options}
         if adapters:
@@ -314,7 +316,7 @@ CASES = (
     Case("gelu-tanh", activation="gelu_tanh", swiglu_limit=0.5, apply_router_weight_on_input=True),
 )
 
-_REAL = dict(max_loras=8, max_lora_rank=16, num_tokens=64, dtype=torch.bfloat16, adapters="uniform")
+_REAL: dict[str, Any] = dict(max_loras=8, max_lora_rank=16, num_tokens=64, dtype=torch.bfloat16, adapters="uniform")
 MODELS = {
     case.name: case.like(**_REAL)
     for case in (

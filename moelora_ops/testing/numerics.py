@@ -21,8 +21,8 @@ class Tolerance:
 
 
 # One rounding of an output costs half an ulp (fp16 2^-11, bf16 2^-8 relative to the value). Two intermediates are rounded as
-# well (the activation, each pair's row), errors of a few ulp add up as a random walk over top_k, and the largest of thousands of
-# samples lies 4 to 5 deviations out. fp32 differs by summation order alone: about sqrt(K) * 2^-24 over K = 2048.
+# well (the activation, each pair's row), errors of a few ulp add up as a random walk over top_k, and the largest of thousands
+# of samples lies 4 to 5 deviations out. fp32 differs by summation order alone: about sqrt(K) * 2^-24 over K = 2048.
 TOLERANCES = {
     torch.float32: Tolerance(max=5e-5, rms=5e-6),
     torch.float16: Tolerance(max=8e-3, rms=1e-3),
@@ -30,7 +30,9 @@ TOLERANCES = {
 }
 
 
-def assert_close(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, scale: Tensor | None = None, what: str = "result") -> None:
+def assert_close(
+    actual: Tensor, expected: Tensor, tolerance: Tolerance, *, scale: Tensor | None = None, what: str = "result"
+) -> None:
     """Fail unless `actual` is within `tolerance` of `expected`, relative to the RMS of `scale` (default: of `expected`).
 
     The message gives both errors and the worst coordinate with its values. NaN never passes.

@@ -28,8 +28,9 @@ class Call:
         width = len(b) * b[0].shape[2]
         self.inputs, self.block_size, self.columns = inputs, block_size, slice(OFFSET, OFFSET + width)
         self.x = torch.randn(rows, a[0].shape[3], generator=generator, device="cuda").to(case.dtype)
-        self.output = torch.full((case.num_tokens, case.top_k, OFFSET + width + SLACK), torch.nan, device="cuda", dtype=case.dtype)
-        self.output[..., self.columns] = torch.randn(case.num_tokens, case.top_k, width, generator=generator, device="cuda")
+        batch = (case.num_tokens, case.top_k)
+        self.output = torch.full((*batch, OFFSET + width + SLACK), torch.nan, device="cuda", dtype=case.dtype)
+        self.output[..., self.columns] = torch.randn(*batch, width, generator=generator, device="cuda")
         self.lora = (a, b)
         self.weights = inputs.topk_weights * case.top_k  # about 1, so that a weighted delta is as large as the base
         self.kwargs: dict[str, Any] = dict(lora_ranks=inputs.lora_ranks, mul_routed_weight=weighted, offset=OFFSET)
@@ -67,8 +68,8 @@ def test_every_case(case: Case, dtype: torch.dtype, projection: str) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 7, 32, 128, 512, 2048, 4096])
 def test_qwen(num_tokens: int, projection: str) -> None:
     """Qwen3-30B-A3B with 8 adapters of rank 16, at every batch size that chooses other tiles."""
-    block_size = 16 if num_tokens <= 128 else 64
-    Call(QWEN.like(num_tokens=num_tokens, adapters="mixed").make("cuda"), projection, block_size=block_size, weighted=True).check()
+    inputs = QWEN.like(num_tokens=num_tokens, adapters="mixed").make("cuda")
+    Call(inputs, projection, block_size=16 if num_tokens <= 128 else 64, weighted=True).check()
 
 
 @PROJECTIONS
@@ -136,7 +137,8 @@ def test_exact_on_integers(num_tokens: int, block_size: int, rank: int) -> None:
     )  # fmt: skip
     inputs, generator = case.make("cuda"), torch.Generator("cuda").manual_seed(4)
     call = Call(inputs, "down", block_size=block_size)
-    for tensor, density in ((call.x, 0.02), (inputs.lora_a2, 1.0), (inputs.lora_b2, 4 / rank), (call.output[..., call.columns], 1.0)):
+    inside = call.output[..., call.columns]
+    for tensor, density in ((call.x, 0.02), (inputs.lora_a2, 1.0), (inputs.lora_b2, 4 / rank), (inside, 1.0)):
         values = torch.randint(-1, 2, tensor.shape, generator=generator, device="cuda")
         tensor.copy_(values * (torch.rand(tensor.shape, generator=generator, device="cuda") < density))
     got, want = call.run()[..., call.columns], call.exact()[..., call.columns]

@@ -151,7 +151,8 @@ def test_weights_past_int32(far: Callable[[Tensor], Tensor]) -> None:
 def test_scratch_past_int32(sizes: tuple[int, int, int]) -> None:
     """Intermediates of more than 2^31 elements: the last tokens get what they get alone."""
     num_tokens, hidden_size, intermediate_size = sizes
-    case = SMALL.like(num_tokens=num_tokens, num_experts=8, hidden_size=hidden_size, intermediate_size=intermediate_size, max_loras=2)
+    case = SMALL.like(num_tokens=num_tokens, num_experts=8, max_loras=2)
+    case = case.like(hidden_size=hidden_size, intermediate_size=intermediate_size)
     inputs = case.make("cuda")
     assert case.num_pairs * max(hidden_size, intermediate_size) > 2**31
     got, got_base = run(inputs)[-64:].clone(), run(inputs, adapters=False)[-64:].clone()
@@ -163,7 +164,7 @@ def test_scratch_past_int32(sizes: tuple[int, int, int]) -> None:
 
 def test_weights_of_more_than_int32_elements() -> None:
     """A w13 of 2.2 G elements, choices among its last experts."""
-    case = Case("large", num_tokens=5, num_experts=17, hidden_size=4096, intermediate_size=16384, max_loras=1, dtype=torch.bfloat16)
+    case = SMALL.like(num_tokens=5, num_experts=17, top_k=2, hidden_size=4096, intermediate_size=16384, max_loras=1)
     inputs = case.make("cuda")
     inputs.topk_ids.copy_(torch.tensor([16, 15], device="cuda"))
     assert inputs.w13.numel() > 2**31
@@ -188,7 +189,7 @@ def test_graph_replay_over_changing_inputs(num_tokens: int, capture: Any, withou
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
 def test_graphs_of_several_layers(num_tokens: int, capture: Any, without_pdl: Any) -> None:
-    """The same where one layer's output is the next one's input: the last kernel of one and the first of the next are neighbours."""
+    """The same where one layer's output is the next one's input, so that their kernels are neighbours."""
     case = SMALL.like(num_tokens=num_tokens, gated=False, activation="gelu", routed_scaling_factor=2.5)
     inputs = case.make("cuda")
 
@@ -228,12 +229,16 @@ def test_graph_follows_ranks_switches_and_weights(capture: Any) -> None:
     inputs, other = case.make("cuda"), case.make("cuda", seed=1)
     graph = capture(lambda: run(inputs))
     first = graph.replay()
+
+    def swap(*names: str) -> None:
+        fill(inputs, {name: getattr(other, name) for name in names})
+
     changes: list[Callable[[], Any]] = [
         lambda: inputs.lora_ranks.copy_(torch.tensor([4, 16])),
         lambda: inputs.adapter_enabled[:1].zero_(),
-        lambda: [getattr(inputs, name).copy_(getattr(other, name)) for name in ("lora_a13", "lora_b13", "lora_a2", "lora_b2")],
+        lambda: swap("lora_a13", "lora_b13", "lora_a2", "lora_b2"),
         lambda: inputs.adapter_enabled[:1].fill_(1),
-        lambda: [getattr(inputs, name).copy_(getattr(other, name)) for name in ("w13", "w2", "hidden_states", "topk_ids", "topk_weights")],
+        lambda: swap("w13", "w2", "hidden_states", "topk_ids", "topk_weights"),
     ]
     for change in changes:
         change()
@@ -327,7 +332,8 @@ def test_exact_on_integers(rank: int, num_tokens: int, block_m: int, num_stages:
 
     def staged(problem: config.Problem, device: config.Device) -> config.Experts:
         tiles = rules(problem, device)
-        parts = {name: dataclasses.replace(getattr(tiles, name), num_stages=num_stages) for name in ("gate_up", "down", "shrink13", "shrink2")}
+        stages = ("gate_up", "down", "shrink13", "shrink2")
+        parts = {name: dataclasses.replace(getattr(tiles, name), num_stages=num_stages) for name in stages}
         changed = dataclasses.replace(tiles, **parts)
         assert changed.gate_up.block_m == block_m and config.is_valid(changed, problem, device)
         return changed

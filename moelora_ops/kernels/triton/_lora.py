@@ -98,7 +98,7 @@ def expand_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """sum over j < rank of z[row, j] * B[col, j], fp32. Rows outside `row_mask` may come back as NaN: select, never add them."""
+    """sum over j < rank of z[row, j] * B[col, j], fp32. Rows outside `row_mask` may be NaN: select, never add them."""
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for rank_begin in tl.range(0, rank, BLOCK_R, num_stages=1):  # one or two trips: a pipeline would only cost shared memory
         ranks = rank_begin + tl.arange(0, BLOCK_R)

@@ -82,7 +82,7 @@ def delta_shrink_kernel(
     CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """z[split, pair, s * R + j] = x[pair] . A_s[slot, expert, j] over one split of K, fp32.
+    """z[split, pair, s * R + j] = x[pair] . A_s[slot, expert, j] over one split of K.
 
     Grid: (tiles of BLOCK_M rows, tile of BLOCK_R ranks in every slice, split of K). The first axis is bounded by pairs: its
     programs find their slot and block on the device, and stride on where a table has more blocks than pairs can fill.
@@ -248,6 +248,7 @@ def fused_moe_lora(
     shared_experts = num_experts == 1  # every stacked tensor serves all experts, however many there are
     table = (sorted_token_ids.contiguous(), expert_ids.contiguous(), num_tokens_post_padded.contiguous())
     ranks = None if lora_ranks is None else lora_ranks.contiguous()
+    weights = topk_weights.contiguous() if mul_routed_weight else None
     sizes = (
         num_pairs, max_loras, 2**31 if shared_experts else num_experts, block_size, blocks_per_slot, tiles_per_block, capacity,
         max_rank,
@@ -258,7 +259,8 @@ def fused_moe_lora(
 
     with on_device(output.device):
         pdl = pdl_options(output.device)
-        common = {"BLOCK_M": tiles.block_m, "BLOCK_R": block_r, "SPLITS": tiles.shrink.splits, "CHUNK": chunk, "USE_PDL": bool(pdl), **pdl}
+        common = {"BLOCK_M": tiles.block_m, "BLOCK_R": block_r, "SPLITS": tiles.shrink.splits, "CHUNK": chunk}
+        common |= {"USE_PDL": bool(pdl), **pdl}
         for begin in range(0, len(lora_a_stacked), 2):
             a, b = lora_a_stacked[begin : begin + 2], lora_b_stacked[begin : begin + 2]
             z = new_z(output, tiles.shrink.splits, num_pairs, len(a) * max_rank)
@@ -269,8 +271,8 @@ def fused_moe_lora(
                 num_warps=tiles.shrink.num_warps, num_stages=tiles.shrink.num_stages, **common,
             )  # fmt: skip
             delta_expand_kernel[(num_tiles, triton.cdiv(out_features, tiles.block_n))](
-                output, z, b[0], b[1] if len(b) == 2 else None, topk_weights.contiguous() if mul_routed_weight else None, *table,
-                ranks, *sizes, offset + begin * out_features, out_features, output.stride(0), output.stride(1),
+                output, z, b[0], b[1] if len(b) == 2 else None, weights, *table, ranks, *sizes,
+                offset + begin * out_features, out_features, output.stride(0), output.stride(1),
                 *_strides(b[0]), *_strides(b[-1]), z.stride(1),
                 TOP_K=top_k, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, **common,
             )  # fmt: skip

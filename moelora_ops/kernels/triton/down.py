@@ -130,7 +130,7 @@ def down(
 
     Args:
         act: [P, I] in sorted order.
-        z: [splits, P, R] fp32 from `shrink`, or None without adapters.
+        z: [splits, P, R] from `shrink`, or None without adapters.
         topk_weights: [T, K] fp32 to multiply the result with, or None.
     """
     num_experts, hidden_size, intermediate_size = w2.shape

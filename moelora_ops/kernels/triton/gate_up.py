@@ -187,7 +187,7 @@ def gate_up(
     """Fill act [P, I] in sorted order.
 
     Args:
-        z: [splits, P, S * R] fp32 from `shrink`, or None without adapters.
+        z: [splits, P, S * R] from `shrink`, or None without adapters.
         topk_weights: [T, K] fp32 to multiply the input with, or None.
     """
     num_experts, width, hidden_size = w13.shape

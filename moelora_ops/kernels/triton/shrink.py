@@ -44,9 +44,9 @@ def shrink_kernel(
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """z[split, row, s * R + j] = x[row] . A[slot, expert, s * R + j] over one split of K, fp32.
+    """z[split, row, s * R + j] = x[row] . A[slot, expert, s * R + j] over one split of K.
 
-    Grid: one program per (segment block, tile of BLOCK_R ranks in every slice, split of K). Tiles past the adapter's own rank exit.
+    Grid: one program per (segment block, tile of BLOCK_R ranks in every slice, split of K). Tiles past the adapter's rank exit.
     """
     gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
