@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...routing import Routing
-from ..config import Gemm
+from .. import config
 from ._common import gdc_launch, gdc_wait
 from ._lora import expand_tile, slot_rank
 
@@ -122,8 +122,7 @@ def down(
     topk_weights: Tensor | None,
     routing: Routing,
     *,
-    block_r: int,
-    config: Gemm,
+    tiles: config.Gemm,
     pdl: dict[str, Any],
 ) -> None:
     """Fill the rows of out [P, H] whose pair has an expert; all other rows stay as they are.
@@ -138,14 +137,14 @@ def down(
     b_strides = (0, 0, 0)
     if lora_b2 is not None:
         b_strides = (lora_b2.stride(0), 0 if lora_b2.shape[1] == 1 else lora_b2.stride(1), lora_b2.stride(2))
-    grid = (routing.expert_blocks.shape[0], triton.cdiv(hidden_size, config.block_n))
+    grid = (routing.expert_blocks.shape[0], triton.cdiv(hidden_size, tiles.block_n))
     down_kernel[grid](
         act, w2, w2_bias, out, topk_weights, z, lora_b2, lora_ranks,
         routing.order, routing.row_lora, routing.segment_end, routing.expert_blocks,
         act.shape[0], num_experts, max_loras, max_rank, hidden_size, intermediate_size,
         w2.stride(0), w2.stride(1), 0 if w2_bias is None else w2_bias.stride(0),
         *b_strides, 0 if z is None else z.stride(1),
-        SPLITS=1 if z is None else z.shape[0], EVEN_K=intermediate_size % config.block_k == 0,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_R=block_r,
-        num_warps=config.num_warps, num_stages=config.num_stages, USE_PDL=bool(pdl), **pdl,
+        SPLITS=1 if z is None else z.shape[0], EVEN_K=intermediate_size % tiles.block_k == 0,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, BLOCK_R=config.block_r(max_rank),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, USE_PDL=bool(pdl), **pdl,
     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -69,36 +67,34 @@ def fused_experts_lora(
             topk_ids, token_lora_mapping, num_experts=num_experts, max_loras=max_loras, adapter_enabled=adapter_enabled,
             expert_map=expert_map, block_m=tiles.gate_up.block_m, segment_m=tiles.segment_m,
         )  # fmt: skip
-        common: dict[str, Any] = {"num_experts": num_experts, "pdl": pdl}
-
-        z, block_r = None, 16
+        z = None
         if lora_a13 is not None:
-            max_rank = lora_a13.shape[2] // num_slices
-            z, block_r = new_z(hidden_states, tiles.shrink13.splits, num_pairs, num_slices * max_rank), config.block_r(max_rank)
+            z = new_z(hidden_states, tiles.shrink13.splits, num_pairs, lora_a13.shape[2])
             shrink(
-                hidden_states, lora_a13, z, routing, lora_ranks, rows_per_input=top_k, num_slices=num_slices,
-                block_r=block_r, config=tiles.shrink13, **common,
+                hidden_states, lora_a13, z, routing, lora_ranks, rows_per_input=top_k, num_experts=num_experts,
+                num_slices=num_slices, tiles=tiles.shrink13, pdl=pdl,
             )  # fmt: skip
         act = hidden_states.new_empty(num_pairs, intermediate_size)
         gate_up(
             hidden_states, w13, w13_bias, act, z, lora_b13, lora_ranks, weights_in, routing, top_k=top_k, activation=activation,
-            gated=gated, interleaved=interleaved, alpha=swiglu_alpha, limit=swiglu_limit,
-            block_r=block_r, config=tiles.gate_up, pdl=pdl,
+            gated=gated, interleaved=interleaved, alpha=swiglu_alpha, limit=swiglu_limit, tiles=tiles.gate_up, pdl=pdl,
         )  # fmt: skip
 
-        z, block_r = None, 16
+        z = None
         if lora_a2 is not None:
-            max_rank = lora_a2.shape[2]
-            z, block_r = new_z(hidden_states, tiles.shrink2.splits, num_pairs, max_rank), config.block_r(max_rank)
+            z = new_z(hidden_states, tiles.shrink2.splits, num_pairs, lora_a2.shape[2])
             shrink(
-                act, lora_a2, z, routing, lora_ranks, rows_per_input=0, num_slices=1,
-                block_r=block_r, config=tiles.shrink2, **common,
+                act, lora_a2, z, routing, lora_ranks, rows_per_input=0, num_experts=num_experts, num_slices=1,
+                tiles=tiles.shrink2, pdl=pdl,
             )  # fmt: skip
         rows = hidden_states.new_empty(num_pairs, hidden_size)
-        down(act, w2, w2_bias, rows, z, lora_b2, lora_ranks, weights_out, routing, block_r=block_r, config=tiles.down, pdl=pdl)
+        down(act, w2, w2_bias, rows, z, lora_b2, lora_ranks, weights_out, routing, tiles=tiles.down, pdl=pdl)
 
         out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        combine(rows, topk_ids, expert_map, out, scale=routed_scaling_factor, block_n=tiles.combine_n, **common)
+        combine(
+            rows, topk_ids, expert_map, out, num_experts=num_experts, scale=routed_scaling_factor, block_n=tiles.combine_n,
+            pdl=pdl,
+        )  # fmt: skip
     return out
 
 

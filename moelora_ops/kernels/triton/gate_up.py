@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...routing import Routing
-from ..config import Gemm
+from .. import config
 from ._common import gdc_launch, gdc_wait
 from ._lora import expand_tile, slot_rank
 
@@ -180,8 +180,7 @@ def gate_up(
     interleaved: bool,
     alpha: float,
     limit: float | None,
-    block_r: int,
-    config: Gemm,
+    tiles: config.Gemm,
     pdl: dict[str, Any],
 ) -> None:
     """Fill act [P, I] in sorted order.
@@ -193,7 +192,7 @@ def gate_up(
     num_experts, width, hidden_size = w13.shape
     max_loras, _, _, max_rank = (0, 0, 0, 0) if lora_b13 is None else lora_b13.shape
     intermediate_size = act.shape[1]
-    grid = (routing.expert_blocks.shape[0], triton.cdiv(intermediate_size, config.block_n))
+    grid = (routing.expert_blocks.shape[0], triton.cdiv(intermediate_size, tiles.block_n))
     gate_up_kernel[grid](
         x, w13, w13_bias, act, topk_weights, z, lora_b13, lora_ranks,
         routing.order, routing.row_lora, routing.segment_end, routing.expert_blocks,
@@ -202,7 +201,7 @@ def gate_up(
         *((0, 0, 0) if lora_b13 is None else lora_b13.stride()[:3]), 0 if z is None else z.stride(1),
         alpha, limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, TOP_K=top_k,
-        SPLITS=1 if z is None else z.shape[0], EVEN_K=hidden_size % config.block_k == 0,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_R=block_r,
-        num_warps=config.num_warps, num_stages=config.num_stages, USE_PDL=bool(pdl), **pdl,
+        SPLITS=1 if z is None else z.shape[0], EVEN_K=hidden_size % tiles.block_k == 0,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, BLOCK_R=config.block_r(max_rank),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, USE_PDL=bool(pdl), **pdl,
     )  # fmt: skip

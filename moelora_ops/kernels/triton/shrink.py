@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...routing import Routing
-from ..config import Shrink
+from .. import config
 from ._common import gdc_launch, gdc_wait
 from ._lora import shrink_tile, slot_rank
 
@@ -89,8 +89,7 @@ def shrink(
     rows_per_input: int,
     num_experts: int,
     num_slices: int,
-    block_r: int,
-    config: Shrink,
+    tiles: config.Shrink,
     pdl: dict[str, Any],
 ) -> None:
     """Fill z [splits, P, S * R] (of `new_z`) for the rows that have an adapter; all other rows stay as they are.
@@ -102,13 +101,14 @@ def shrink(
     """
     max_loras, _, total_rank, in_features = lora_a.shape
     max_rank = total_rank // num_slices
-    grid = (routing.segment_blocks.shape[0], triton.cdiv(max_rank, block_r), config.splits)
+    block_r = config.block_r(max_rank)
+    grid = (routing.segment_blocks.shape[0], triton.cdiv(max_rank, block_r), tiles.splits)
     shrink_kernel[grid](
         x, lora_a, z, routing.order, routing.segment_blocks, lora_ranks,
         z.shape[1], num_experts, max_loras, max_rank, in_features,
         x.stride(0), lora_a.stride(0), 0 if lora_a.shape[1] == 1 else lora_a.stride(1), lora_a.stride(2), z.stride(1),
-        ROWS_PER_INPUT=rows_per_input, NUM_SLICES=num_slices, SPLITS=config.splits,
-        EVEN_K=in_features % config.block_k == 0,
-        BLOCK_M=routing.segment_m, BLOCK_R=block_r, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages, USE_PDL=bool(pdl), **pdl,
+        ROWS_PER_INPUT=rows_per_input, NUM_SLICES=num_slices, SPLITS=tiles.splits,
+        EVEN_K=in_features % tiles.block_k == 0,
+        BLOCK_M=routing.segment_m, BLOCK_R=block_r, BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, USE_PDL=bool(pdl), **pdl,
     )  # fmt: skip
