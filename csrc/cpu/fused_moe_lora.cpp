@@ -1,7 +1,6 @@
 #include "fused_moe_lora.h"
 
 #include <algorithm>
-#include <memory>
 
 namespace moelora {
 namespace {
@@ -47,7 +46,7 @@ void fused_moe_lora(const FusedMoeLora& p, const Parallel& parallel) {
   }
   const int64_t num_slices = p.lora_a.size();
   Shrunk z(routing.order.size(), num_slices, p.max_rank);
-  z.compute(parallel, p.dtype, routing.segments, x, p.lora_a, ranks);
+  const Stage shrink = z.stage(parallel, p.dtype, routing.segments, x, p.lora_a, ranks);
 
   struct Task {
     const Segment* segment;
@@ -66,7 +65,7 @@ void fused_moe_lora(const FusedMoeLora& p, const Parallel& parallel) {
     }
   }
   const Simd& kernels = simd();
-  parallel.for_each(tasks.size(), [&](int64_t, int64_t index) {
+  const auto expand = [&](int64_t, int64_t index) {
     const Task& task = tasks[index];
     const int64_t rows = task.end - task.begin;
     RowDelta deltas[kRowBlock];
@@ -85,7 +84,8 @@ void fused_moe_lora(const FusedMoeLora& p, const Parallel& parallel) {
       const float weight = w == nullptr ? 1.0f : w[token * p.weight_token_stride + choice * p.weight_choice_stride];
       kernels.add_scaled[p.dtype](out, delta + m * kColBlock, weight, task.num_cols);
     }
-  });
+  };
+  parallel.run({shrink, {static_cast<int64_t>(tasks.size()), expand}});
 }
 
 }  // namespace moelora

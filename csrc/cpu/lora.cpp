@@ -1,7 +1,5 @@
 #include "lora.h"
 
-#include <algorithm>
-
 namespace moelora {
 
 std::vector<int64_t> slot_ranks(const Ids* lora_ranks, int64_t max_loras, int64_t max_rank) {
@@ -11,38 +9,44 @@ std::vector<int64_t> slot_ranks(const Ids* lora_ranks, int64_t max_loras, int64_
   return ranks;
 }
 
-void Shrunk::compute(const Parallel& parallel, DType dtype, const std::vector<Segment>& segments, const InputRows& x,
-                     const std::vector<Stacked>& a, const std::vector<int64_t>& ranks) {
+Stage Shrunk::stage(const Parallel& parallel, DType dtype, const std::vector<Segment>& segments, const InputRows& x,
+                    const std::vector<Stacked>& a, const std::vector<int64_t>& ranks) {
   constexpr int64_t kRankBlock = 64;
   struct Task {
-    const Segment* segment;
+    int32_t expert, slot;
     int64_t begin, end;  // rows
     int64_t first_rank, num_ranks;
   };
   std::vector<Task> tasks;
+  int64_t most_rows = 0;
   for (const Segment& segment : segments) {
     const int64_t rank = segment.slot < 0 ? 0 : ranks[segment.slot];
     for (int64_t begin = segment.begin; begin < segment.end; begin += kRowBlock) {
+      const int64_t end = std::min(begin + kRowBlock, segment.end);
+      most_rows = std::max(most_rows, end - begin);
       for (int64_t r = 0; r < rank; r += kRankBlock) {
-        tasks.push_back({&segment, begin, std::min(begin + kRowBlock, segment.end), r, std::min(kRankBlock, rank - r)});
+        tasks.push_back({segment.expert, segment.slot, begin, end, r, std::min(kRankBlock, rank - r)});
       }
     }
   }
-  const Simd& kernels = simd();
-  int64_t most_rows = 0;
-  for (const Task& task : tasks) most_rows = std::max(most_rows, task.end - task.begin);
-  const int64_t scratch_size = packed_size(most_rows, x.depth);
-  std::vector<float> scratch(std::min<int64_t>(parallel.num_threads, tasks.size()) * scratch_size);
-  parallel.for_each(tasks.size(), [&](int64_t worker, int64_t index) {
+  const int64_t num_tasks = tasks.size(), num_workers = parallel.num_threads;
+  const int64_t packed_floats = packed_size(most_rows, x.depth);
+  const Buffer buffer = allocate(num_workers * packed_floats);
+  return {num_tasks, [=, &x, &a, tasks = std::move(tasks)](int64_t worker, int64_t index) {
+    const auto rows_of = [&](int64_t i, size_t slice) -> const char* {
+      return i < num_tasks ? a[slice].at(dtype, tasks[i].slot, tasks[i].expert, tasks[i].first_rank) : nullptr;
+    };
+    const Simd& kernels = simd();
     const Task& task = tasks[index];
-    float* packed = scratch.data() + worker * scratch_size;
+    float* packed = buffer.get() + worker * packed_floats;
     x.pack(kernels, task.begin, task.end, packed);
     for (size_t s = 0; s < a.size(); ++s) {
-      const char* rows = a[s].at(dtype, task.segment->slot, task.segment->expert, task.first_rank);
       float* z = z_.data() + task.begin * row_stride_ + s * slice_stride_ + task.first_rank;
-      kernels.gemm[dtype]({packed, rows, a[s].row_stride, task.end - task.begin, task.num_ranks, x.depth, nullptr, z, row_stride_});
+      const char* next = s + 1 < a.size() ? rows_of(index, s + 1) : rows_of(index + num_workers, 0);
+      kernels.gemm[dtype]({packed, rows_of(index, s), a[s].row_stride, task.end - task.begin, task.num_ranks, x.depth, nullptr, z,
+                           row_stride_, next});
     }
-  });
+  }};
 }
 
 }  // namespace moelora

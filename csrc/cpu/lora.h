@@ -1,7 +1,9 @@
 // What both LoRA ops share: stacked adapter tensors, the shrunk rows, and the shrink itself.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "parallel.h"
@@ -39,14 +41,19 @@ struct InputRows {
   }
 };
 
+using Buffer = std::shared_ptr<float[]>;  // captured by stages
+
+inline Buffer allocate(int64_t size) { return Buffer(new float[std::max<int64_t>(size, 1)]); }
+
 // z[row, s] = A_s[l, e] x[row] in fp32, per slice; zero from a slot's rank up to the next multiple of kMaxLanes.
 class Shrunk {
  public:
   Shrunk(int64_t num_rows, int64_t num_slices, int64_t max_rank)
       : slice_stride_(round_up(max_rank, kMaxLanes)), row_stride_(num_slices * slice_stride_), z_(num_rows * row_stride_) {}
 
-  void compute(const Parallel& parallel, DType dtype, const std::vector<Segment>& segments, const InputRows& x,
-               const std::vector<Stacked>& a, const std::vector<int64_t>& ranks);
+  // Fills z. What is passed by reference, and this object, must outlive the stage.
+  Stage stage(const Parallel& parallel, DType dtype, const std::vector<Segment>& segments, const InputRows& x,
+              const std::vector<Stacked>& a, const std::vector<int64_t>& ranks);
 
   const float* at(int64_t row, int64_t slice) const { return z_.data() + row * row_stride_ + slice * slice_stride_; }
 

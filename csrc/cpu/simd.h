@@ -33,6 +33,7 @@ struct Gemm {
   const RowDelta* delta;  // one per row, or nullptr
   float* c;
   int64_t c_stride;
+  const void* next_w = nullptr;  // what the same thread will probably read next, as w; only a hint
 };
 
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu2, kSwigluOai };

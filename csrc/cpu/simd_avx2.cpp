@@ -17,7 +17,6 @@ using Vec = __m256;
 constexpr int64_t kLanes = 8;
 constexpr int kTileRows = 4;  // 4 x 3 accumulators + 3 weights + 1 input of 16 registers
 constexpr int kTileCols = 3;
-constexpr int kPrefetchLocality = 2;
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec broadcast(float value) { return _mm256_set1_ps(value); }

@@ -21,7 +21,6 @@ using Vec = __m512;
 constexpr int64_t kLanes = 16;
 constexpr int kTileRows = 6;  // 6 x 4 accumulators + 4 weights + 1 input of 32 registers
 constexpr int kTileCols = 4;
-constexpr int kPrefetchLocality = 2;
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec broadcast(float value) { return _mm512_set1_ps(value); }

@@ -32,10 +32,26 @@ void pack(const void* const* rows, const float* scale, int64_t num_rows, int64_t
   }
 }
 
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// Fetch what the deltas of a tile will read, while the products before them run.
+template <class T, int kCols>
+inline void prefetch_deltas(const RowDelta* delta, int64_t rows, int64_t first_col) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t m = 0; m < rows; ++m) {
+    const T* b = static_cast<const T*>(delta[m].b) + first_col * delta[m].b_stride;
+    for (int64_t r = 0; r < delta[m].rank; r += kLine) {
+      for (int n = 0; n < kCols; ++n) prefetch(b + n * delta[m].b_stride + r);
+    }
+  }
+}
+
 // One register tile: kRows packed rows by kCols rows of w, over `depth` elements; then the rows' deltas; then the lane sums.
-template <class T, int kRows, int kCols, bool kPrefetch>
-void tile(const float* x, const T* w, int64_t w_stride, int64_t depth, const RowDelta* delta, int64_t first_col, bool accumulate,
-          float* c, int64_t c_stride) {
+// Meanwhile kAhead rows at `ahead` are fetched, a part of the strip of w that comes next.
+template <class T, int kRows, int kCols, int kAhead>
+void tile(const float* x, const T* w, const T* ahead, int64_t w_stride, int64_t depth, const RowDelta* delta, int64_t first_col,
+          bool accumulate, float* c, int64_t c_stride) {
+  if (delta != nullptr) prefetch_deltas<T, kCols>(delta, kRows, first_col);
   constexpr int kGroups = (kRows * kCols + kLanes - 1) / kLanes;
   Vec acc[kGroups * kLanes];
 #pragma GCC unroll 64
@@ -46,7 +62,7 @@ void tile(const float* x, const T* w, int64_t w_stride, int64_t depth, const Row
 #pragma GCC unroll 8
     for (int n = 0; n < kCols; ++n) {
       wv[n] = load(w + n * w_stride + k);
-      if (kPrefetch) __builtin_prefetch(w + (n + kCols) * w_stride + k, 0, kPrefetchLocality);
+      if (n < kAhead) prefetch(ahead + n * w_stride + k);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
@@ -93,29 +109,32 @@ void tile(const float* x, const T* w, int64_t w_stride, int64_t depth, const Row
 }
 
 template <class T>
-using TileFunction = void (*)(const float*, const T*, int64_t, int64_t, const RowDelta*, int64_t, bool, float*, int64_t);
+using TileFunction = void (*)(const float*, const T*, const T*, int64_t, int64_t, const RowDelta*, int64_t, bool, float*, int64_t);
 
-template <class T, int kCols, bool kPrefetch>
+template <class T, int kCols, int kAhead>
 TileFunction<T> tile_of_height(int64_t rows) {
   static_assert(kTileRows <= 6, "add a case");
   switch (rows) {
     case 1:
-      return tile<T, 1, kCols, kPrefetch>;
+      return tile<T, 1, kCols, kAhead>;
     case 2:
-      return tile<T, 2, kCols, kPrefetch>;
+      return tile<T, 2, kCols, kAhead>;
     case 3:
-      return tile<T, 3, kCols, kPrefetch>;
+      return tile<T, 3, kCols, kAhead>;
     case 4:
-      return tile<T, 4, kCols, kPrefetch>;
+      return tile<T, 4, kCols, kAhead>;
     case 5:
-      return tile<T, kTileRows < 5 ? 1 : 5, kCols, kPrefetch>;
+      return tile<T, kTileRows < 5 ? 1 : 5, kCols, kAhead>;
     default:
-      return tile<T, kTileRows < 6 ? 1 : 6, kCols, kPrefetch>;
+      return tile<T, kTileRows < 6 ? 1 : 6, kCols, kAhead>;
   }
 }
 
 template <class T>
 void gemm(const Gemm& g) {
+  // A strip of w waits for memory once, under its first tile. The strip after it is fetched meanwhile: by that tile, or in two
+  // halves by the first two, which asks for no more bytes a cycle than the memory delivers.
+  constexpr int kHalf = (kTileCols + 1) / 2;
   const int64_t padded = round_up(g.depth, kLanes), tiles = num_tiles(g.rows);
   int64_t k = 0;
   do {  // once even for depth 0: the delta alone
@@ -124,15 +143,19 @@ void gemm(const Gemm& g) {
     const T* w = static_cast<const T*>(g.w) + k;
     for (int64_t n = 0; n < g.cols;) {
       const bool is_full = g.cols - n >= kTileCols;
+      const T* strip = w + n * g.w_stride;
+      const T* next = n + kTileCols < g.cols ? strip + kTileCols * g.w_stride : is_last ? static_cast<const T*>(g.next_w) : w + block;
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t m = tile_begin(g.rows, t), height = tile_begin(g.rows, t + 1) - m;
-        // The first tile over a strip of w waits for memory: it fetches the strip after.
-        const TileFunction<T> run = !is_full ? tile_of_height<T, 1, false>(height)
-                                    : t == 0 ? tile_of_height<T, kTileCols, true>(height)
-                                             : tile_of_height<T, kTileCols, false>(height);
+        TileFunction<T> run = tile_of_height<T, kTileCols, 0>(height);
+        if (!is_full) {
+          run = tile_of_height<T, 1, 0>(height);
+        } else if (next != nullptr && t < 2) {
+          run = tiles == 1 ? tile_of_height<T, kTileCols, kTileCols>(height) : tile_of_height<T, kTileCols, kHalf>(height);
+        }
+        const T* ahead = next == nullptr ? strip : next + t * kHalf * g.w_stride;
         const RowDelta* delta = g.delta != nullptr && is_last ? g.delta + m : nullptr;
-        run(g.x + m * padded + k * height, w + n * g.w_stride, g.w_stride, block, delta, n, k > 0, g.c + m * g.c_stride + n,
-            g.c_stride);
+        run(g.x + m * padded + k * height, strip, ahead, g.w_stride, block, delta, n, k > 0, g.c + m * g.c_stride + n, g.c_stride);
       }
       n += is_full ? kTileCols : 1;
     }

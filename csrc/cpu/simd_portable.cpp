@@ -10,7 +10,6 @@ struct Vec {
 constexpr int64_t kLanes = 4;
 constexpr int kTileRows = 4;
 constexpr int kTileCols = 2;
-constexpr int kPrefetchLocality = 2;
 
 inline Vec broadcast(float value) { return {{value, value, value, value}}; }
 inline Vec zero() { return broadcast(0.0f); }
