@@ -34,14 +34,15 @@ void pack(const void* const* rows, const float* scale, int64_t num_rows, int64_t
 
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// Fetch what the deltas of a tile will read, while the products before them run.
-template <class T, int kCols>
-inline void prefetch_deltas(const RowDelta* delta, int64_t rows, int64_t first_col) {
+// Fetch the rows of B that the deltas of a strip of columns will read.
+template <class T>
+inline void prefetch_deltas(const RowDelta* delta, int64_t rows, int64_t first_col, int64_t end_col) {
   constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t m = 0; m < rows; ++m) {
-    const T* b = static_cast<const T*>(delta[m].b) + first_col * delta[m].b_stride;
-    for (int64_t r = 0; r < delta[m].rank; r += kLine) {
-      for (int n = 0; n < kCols; ++n) prefetch(b + n * delta[m].b_stride + r);
+    if (m > 0 && delta[m].b == delta[m - 1].b) continue;  // rows of one segment share B
+    for (int64_t n = first_col; n < end_col; ++n) {
+      const T* b = static_cast<const T*>(delta[m].b) + n * delta[m].b_stride;
+      for (int64_t r = 0; r < delta[m].rank; r += kLine) prefetch(b + r);
     }
   }
 }
@@ -51,7 +52,6 @@ inline void prefetch_deltas(const RowDelta* delta, int64_t rows, int64_t first_c
 template <class T, int kRows, int kCols, int kAhead>
 void tile(const float* x, const T* w, const T* ahead, int64_t w_stride, int64_t depth, const RowDelta* delta, int64_t first_col,
           bool accumulate, float* c, int64_t c_stride) {
-  if (delta != nullptr) prefetch_deltas<T, kCols>(delta, kRows, first_col);
   constexpr int kGroups = (kRows * kCols + kLanes - 1) / kLanes;
   Vec acc[kGroups * kLanes];
 #pragma GCC unroll 64
@@ -141,10 +141,16 @@ void gemm(const Gemm& g) {
     const int64_t block = g.depth - k < kDepthBlock ? g.depth - k : kDepthBlock;
     const bool is_last = k + block >= g.depth;
     const T* w = static_cast<const T*>(g.w) + k;
+    const RowDelta* deltas = is_last ? g.delta : nullptr;
+    const auto fetch_deltas = [&](int64_t n) {  // one strip ahead: a tile of a small depth is shorter than a miss
+      if (deltas != nullptr) prefetch_deltas<T>(deltas, g.rows, n, n + kTileCols < g.cols ? n + kTileCols : g.cols);
+    };
+    fetch_deltas(0);
     for (int64_t n = 0; n < g.cols;) {
       const bool is_full = g.cols - n >= kTileCols;
       const T* strip = w + n * g.w_stride;
       const T* next = n + kTileCols < g.cols ? strip + kTileCols * g.w_stride : is_last ? static_cast<const T*>(g.next_w) : w + block;
+      if (is_full) fetch_deltas(n + kTileCols);
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t m = tile_begin(g.rows, t), height = tile_begin(g.rows, t + 1) - m;
         TileFunction<T> run = tile_of_height<T, kTileCols, 0>(height);
@@ -154,7 +160,7 @@ void gemm(const Gemm& g) {
           run = tiles == 1 ? tile_of_height<T, kTileCols, kTileCols>(height) : tile_of_height<T, kTileCols, kHalf>(height);
         }
         const T* ahead = next == nullptr ? strip : next + t * kHalf * g.w_stride;
-        const RowDelta* delta = g.delta != nullptr && is_last ? g.delta + m : nullptr;
+        const RowDelta* delta = deltas == nullptr ? nullptr : deltas + m;
         run(g.x + m * padded + k * height, strip, ahead, g.w_stride, block, delta, n, k > 0, g.c + m * g.c_stride + n, g.c_stride);
       }
       n += is_full ? kTileCols : 1;
