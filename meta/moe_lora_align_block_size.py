@@ -17,7 +17,7 @@ from moelora_ops.checks import (
     holds,
     ID_DTYPES,
 )
-from moelora_ops.routing import align_capacity
+from moelora_ops.routing import align_capacity, round_up
 
 NAME = "moe_lora_align_block_size"
 SCHEMA = (
@@ -49,15 +49,25 @@ def check(
     sizes.bind("topk_ids", topk_ids, "T", "K")
     check_ids(sizes, "token_lora_mapping", token_lora_mapping, ("T",), "topk_ids", topk_ids)
     check_pairs(topk_ids, num_experts, "num_experts")
-    capacity = align_capacity(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
-    if holds(capacity > INT32_MAX):
-        raise ValueError(f"block_size must keep the padded row count within {INT32_MAX}, got {block_size} for {capacity} rows")
+    _check_capacity(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
     if holds(num_experts * max_loras > MAX_KEYS):
         raise ValueError(f"num_experts * max_loras must be at most {MAX_KEYS}, got {num_experts} * {max_loras}")
     check_enabled(adapter_enabled, max_loras, "topk_ids", topk_ids)
     if expert_map is not None:
         sizes.set("num_experts", num_experts, "the argument num_experts")
         check_ids(sizes, "expert_map", expert_map, ("num_experts",), "topk_ids", topk_ids)
+
+
+def _check_capacity(num_pairs: int, num_experts: int, block_size: int) -> None:
+    """align_capacity fits int32: one of its two bounds does.
+
+    Asked one by one, because a guard on their minimum turns into a guard on which of them is smaller when torch.compile takes
+    a graph from its cache: one more compile for the sizes on the other side.
+    """
+    by_block, by_group = num_pairs * block_size, round_up(num_pairs + num_experts * (block_size - 1), block_size)
+    if holds(by_block > INT32_MAX) and holds(by_group > INT32_MAX):
+        rows = min(by_block, by_group)
+        raise ValueError(f"block_size must keep the padded row count within {INT32_MAX}, got {block_size} for {rows} rows")
 
 
 def allocate(topk_ids: Tensor, num_experts: int, block_size: int, max_loras: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -117,6 +117,15 @@ def test_same_call_gives_the_same_bits(case: Case, seed: int, projection: str, w
     assert_bitwise(call.run(), call.run())
 
 
+@PROJECTIONS
+def test_weighted(projection: str) -> None:
+    """mul_routed_weight multiplies each pair's delta by its weight, and changes nothing else."""
+    inputs = Case("weighted").make()
+    call = delta(inputs, projection, weighted=True)
+    call.check()
+    assert not torch.equal(call.run()[..., call.columns], call.run(mul_routed_weight=False)[..., call.columns])
+
+
 @given(*any_delta)
 @settings(max_examples=25, deadline=None)
 def test_only_the_output_is_written(case: Case, seed: int, projection: str, weighted: bool) -> None:

@@ -104,5 +104,5 @@ def test_tags() -> None:
     """Every op says that it supports PT2 and that strides are kept; none is marked unsafe for CUDA graphs."""
     for name in ("moe_lora_align_block_size", "fused_moe_lora", "fused_experts_lora"):
         tags = getattr(OPS, name).default.tags
-        assert torch.Tag.pt2_compliant_tag in tags and torch.Tag.needs_fixed_stride_order in tags
+        assert torch.Tag.pt2_compliant_tag in tags and torch.Tag.needs_exact_strides in tags
         assert torch.Tag.cudagraph_unsafe not in tags

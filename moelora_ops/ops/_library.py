@@ -14,7 +14,9 @@ from torch import Tensor
 from ..errors import UnsupportedError
 
 LIBRARY = torch.library.Library("moelora", "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# Exact strides: an expanded A or B reaches the kernel as it is, and Inductor has no stride order to compare. Comparing the
+# alignment's symbolic one puts a guard on min(P * bs, ...) into its cache, which costs a third compile when read back.
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 def register(
