@@ -30,7 +30,8 @@ CELLS = (
     *(("qwen3-235b-a22b-tp4", tokens, 8, 16) for tokens in (1, 32, 512)),
     *(("mixtral-8x7b", tokens, 8, 16) for tokens in (1, 16, 128, 2048)),
 )
-COLUMNS = "model | T | L | r | floor base | base | x floor | floor LoRA | LoRA | x floor | LoRA / base | all -1 / base | align | delta"
+COLUMNS = "model | T | L | r | floor base | base | x floor | floor LoRA | LoRA | x floor"
+COLUMNS += " | LoRA / base | all -1 / base | align | delta"
 
 
 def main() -> None:

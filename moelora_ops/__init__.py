@@ -7,8 +7,9 @@ import os as _os
 
 # In a source tree the sibling folder meta/ wins over whatever an editable install elsewhere would offer.
 _here = _os.path.dirname(_os.path.abspath(__file__))
-if not _os.path.isdir(_os.path.join(_here, "meta")) and _os.path.isfile(_os.path.join(_os.path.dirname(_here), "meta", "__init__.py")):
-    __path__.append(_os.path.dirname(_here))
+_root = _os.path.dirname(_here)
+if not _os.path.isdir(_os.path.join(_here, "meta")) and _os.path.isfile(_os.path.join(_root, "meta", "__init__.py")):
+    __path__.append(_root)
 
 from .adapters import LoraAdapter, LoraPool, load_adapter
 from .errors import AdapterError, UnsupportedError

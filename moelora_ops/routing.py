@@ -64,7 +64,7 @@ class Routing:
     row_lora: Tensor  # [P] int32: adapter slot of each row, -1 none
     segment_end: Tensor  # [P] int32: first row after the segment of each row
     expert_blocks: Tensor  # [max expert blocks, 3] int32: expert, first row, last row + 1; expert -1 past the last block
-    segment_blocks: Tensor  # [max segment blocks, 4] int32: expert, slot, first row, last row + 1; slot >= 0; expert -1 past the last
+    segment_blocks: Tensor  # [max segment blocks, 4] int32: expert, slot >= 0, first row, last row + 1; -1 past the last
     block_m: int  # rows of an expert block
     segment_m: int  # rows of a segment block
 

@@ -16,8 +16,8 @@ from torch import Tensor
 class Tolerance:
     """Largest and root-mean-square error, both relative to the root-mean-square of the expected values.
 
-    Roundings are in proportion to the value, so an outlier, beyond OUTLIER times that root-mean-square, is judged by the largest
-    error relative to |value| / OUTLIER: sums of few products (rank 1) have values of 15 deviations.
+    Roundings are in proportion to the value, so an outlier, beyond OUTLIER times that root-mean-square, is judged by the
+    largest error relative to |value| / OUTLIER: sums of few products (rank 1) have values of 15 deviations.
     """
 
     max: float

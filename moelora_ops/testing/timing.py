@@ -37,7 +37,7 @@ def event_us(function: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         if i >= 2:
             times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def copy_bandwidth() -> float:
