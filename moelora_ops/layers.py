@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import reference
 from .adapters.pool import PoolLayer
-from .checks import Sizes, check_dtype, check_ids, check_positive, check_tensor
+from .checks import ID_DTYPES, Sizes, check_dtype, check_ids, check_positive, check_tensor, holds
 from .meta.fused_experts_lora import check_activation
 from .ops import fused_experts_lora, fused_moe_lora, moe_lora_align_block_size
 
@@ -73,6 +73,10 @@ class MoeRunner(nn.Module):
         check_positive("num_experts", num_experts)
         check_positive("block_size", block_size)
         check_activation(activation, gated, interleaved, swiglu_limit)
+        if expert_map is not None:
+            check_tensor("expert_map", expert_map)
+            check_dtype("expert_map", expert_map, ID_DTYPES)
+            Sizes().bind("expert_map", expert_map, "num_global_experts")
         if lora is not None and not isinstance(lora, PoolLayer):
             raise TypeError(f"lora must be a PoolLayer (pool.layer(i)) or None, got {type(lora).__name__}")
         if lora is not None and lora.lora_b13.shape[1] != num_experts:
@@ -86,8 +90,10 @@ class MoeRunner(nn.Module):
         self.base_gate_up = self.base_down = None
         self._set_tensor("expert_map", expert_map)
         if isinstance(base_gate_up, Tensor) and isinstance(base_down, Tensor):
-            if base_gate_up.shape[0] != num_experts:
-                raise ValueError(f"base_gate_up dim 0 must be num_experts = {num_experts}, got {base_gate_up.shape[0]}")
+            sizes = Sizes()
+            sizes.set("E", num_experts, "num_experts")
+            sizes.bind("base_gate_up", base_gate_up, "E", "S*I", "H")
+            sizes.bind("base_down", base_down, "E", "H", "I")
             for name, tensor in (("w13", base_gate_up), ("w2", base_down), ("w13_bias", w13_bias), ("w2_bias", w2_bias)):
                 self._set_tensor(name, tensor)
         elif callable(base_gate_up) and callable(base_down):
@@ -154,7 +160,10 @@ class MoeRunner(nn.Module):
                 raise ValueError(f"topk_ids dim 1 must be 1 for apply_router_weight_on_input with callables, got {top_k}")
             weighted = reference.accumulate(x) * topk_weights
             x = weighted.to(x.dtype)  # rounded once; the base and the delta's A read the same input
+        slices = 2 if self.gated else 1
         gate_up = self._call_base("base_gate_up", x, topk_ids)
+        width = gate_up.shape[2] // slices * slices if lora is None else lora.lora_b13.shape[2]
+        self._check_width("base_gate_up", gate_up, width, "S * I")
         if self.interleaved:
             # The delta op writes whole slices: one copy to [gate | up]. Without adapters too: the CPU's activation of strided
             # halves differs in the last bit, and rows without an adapter must not depend on whether others have one.
@@ -173,6 +182,7 @@ class MoeRunner(nn.Module):
         h = h.to(x.dtype).flatten(0, 1)  # activated in fp32, rounded once
 
         y = self._call_base("base_down", h, topk_ids)
+        self._check_width("base_down", y, x.shape[1], "H")
         if lora is not None and mapping is not None:
             fused_moe_lora(y, h, [lora.lora_a2], [lora.lora_b2], topk_weights, *routing, lora_ranks=lora.lora_ranks)
         y = reference.accumulate(y)  # base plus delta was rounded once per pair; weights and the sum over choices are fp32
@@ -211,6 +221,11 @@ class MoeRunner(nn.Module):
             )
         return out
 
+    @staticmethod
+    def _check_width(name: str, out: Tensor, width: int, letter: str) -> None:
+        if holds(out.shape[2] != width):
+            raise ValueError(f"the result of {name} dim 2 ({letter}) must be {width}, got {out.shape[2]}")
+
 
 class FusedMoEWithLoRA(MoeRunner):
     """The expert layer around base weights and a layer of a `LoraPool`: one fused op.
@@ -225,6 +240,9 @@ class FusedMoEWithLoRA(MoeRunner):
     def __init__(self, w13: Tensor, w2: Tensor, lora: PoolLayer | None = None, **options: Any) -> None:
         check_tensor("w13", w13)
         check_tensor("w2", w2)
+        sizes = Sizes()
+        sizes.bind("w13", w13, "E", "S*I", "H")
+        sizes.bind("w2", w2, "E", "H", "I")
         super().__init__(_as_parameter(w13), _as_parameter(w2), num_experts=w13.shape[0], lora=lora, **options)
 
 

@@ -267,6 +267,11 @@ def test_state_dict_holds_the_base_alone() -> None:
         (ValueError, "block_size", {"block_size": 0}),
         (ValueError, "activation", {"activation": "tanh"}),
         (ValueError, "w2_bias", {"w2_bias": torch.zeros(8, 48)}),
+        (TypeError, "expert_map", {"expert_map": torch.rand(8)}),
+        (ValueError, "expert_map", {"expert_map": torch.zeros(2, 4, dtype=torch.int32)}),
+        (TypeError, "expert_map", {"expert_map": [0, 1]}),
+        (ValueError, "base_gate_up", {"base_gate_up": torch.zeros(()), "base_down": torch.zeros(8, 48, 40)}),
+        (ValueError, "base_down", {"base_gate_up": torch.zeros(8, 80, 48), "base_down": torch.zeros(8, 47, 40)}),
     ],
 )
 def test_bad_options_are_named(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
@@ -309,5 +314,12 @@ def test_what_the_callables_return_is_checked() -> None:
     half = MoeRunner(good[0], lambda h, ids: good[1](h, ids).half(), **options)
     with pytest.raises(TypeError, match="the result of base_down must have dtype float32"):
         run(half, inputs)
+    for lora in (None, options["lora"]):  # the width too: extra columns would pass for a wider layer
+        wide = MoeRunner(good[0], lambda h, ids: torch.cat([good[1](h, ids)] * 2, -1), num_experts=8, lora=lora)
+        with pytest.raises(ValueError, match=r"the result of base_down dim 2 \(H\) must be 48, got 96"):
+            run(wide, inputs)
+        odd = MoeRunner(lambda x, ids: good[0](x, ids)[..., :-1].contiguous(), good[1], num_experts=8, lora=lora)
+        with pytest.raises(ValueError, match=r"the result of base_gate_up dim 2 \(S \* I\) must be"):
+            run(odd, inputs)
     with pytest.raises(ValueError, match="topk_ids dim 1 must be 1"):
         run(MoeRunner(*good, apply_router_weight_on_input=True, **options), inputs)
