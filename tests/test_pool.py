@@ -180,6 +180,11 @@ REFUSALS: dict[str, tuple[Callable[[], LoraAdapter], int, str]] = {
     "NaN in scaling": (lambda: with_value("scaling", torch.nan), 0, "layer 4 down scaling . B must be finite"),
     "A overflows fp16": (lambda: with_value("a", 1e5), 0, "A must be finite in float16"),
     "scaling * B overflows fp16": (lambda: with_value("scaling", 1e6), 0, "scaling . B must be finite in float16"),
+    "A of two dimensions": (lambda: edited(a=torch.zeros(4)), 0, "layer 4 down.a must be 3-dimensional"),
+    "no A": (lambda: edited(a=None), 0, "layer 4 down.a must be a dense .* tensor, got NoneType"),  # type: ignore[arg-type]
+    "complex B": (lambda: edited(b=torch.zeros(3, 12, 4) * 1j), 0, "layer 4 down.b must be a dense .* got .* torch.complex64"),
+    "int8 A": (lambda: edited(a=torch.ones(3, 4, 10, dtype=torch.int8)), 0, "layer 4 down.a must be a dense"),
+    "sparse B": (lambda: edited(b=torch.ones(3, 12, 4).to_sparse()), 0, "layer 4 down.b must be a dense"),
     "slot past the end": (lambda: edited(), 3, "slot must be in"),
     "negative slot": (lambda: edited(), -1, "slot must be in"),
 }
@@ -213,6 +218,9 @@ def test_a_failed_load_changes_nothing(why: str) -> None:
         (TypeError, "hidden_size", {"hidden_size": 4.0}),
         (ValueError, "layers", {"layers": []}),
         (ValueError, "layers", {"layers": [3, 3]}),
+        (TypeError, "layers", {"layers": [1.5]}),
+        (TypeError, "layers", {"layers": ["0"]}),
+        (TypeError, "layers", {"layers": None}),
         (ValueError, "interleaved", {"gated": False, "interleaved": True}),
     ],
 )
@@ -222,6 +230,18 @@ def test_bad_sizes_are_named(error: type[Exception], name: str, options: dict[st
     LoraPool(**sizes)  # type: ignore[arg-type]
     with pytest.raises(error, match=f"^{name}"):
         LoraPool(**(sizes | options))  # type: ignore[arg-type]
+
+
+def test_a_slot_may_be_loaded_from_itself() -> None:
+    """The slot is cleared before it is written: an adapter of views of it must not be cleared with it."""
+    pool = pool_for(GATED)
+    pool.load(random_adapter(GATED, rank=16), 0)
+    layer = pool.layer(4)
+    a, b = layer.lora_a2[0], layer.lora_b2[0]
+    want = a.clone(), b.clone()
+    pool.load(LoraAdapter("views", GATED, {4: {"down": ProjectionLora(a, b, torch.ones(3))}}), 0)
+    for got, expected in zip((a, b), want):
+        assert_bitwise(got, expected)
 
 
 def test_other_things_than_adapters_and_layers_are_refused() -> None:

@@ -14,6 +14,9 @@ from ..errors import AdapterError
 from .adapter import LoraAdapter, ProjectionLora
 from .geometry import MoeGeometry
 
+# Of an adapter: other dtypes need a meaning that a pair does not carry (int8 a scale, complex a real part).
+FACTOR_DTYPES = (*COMPUTE_DTYPES, torch.float64)
+
 
 @dataclass(frozen=True)
 class PoolLayer:
@@ -65,6 +68,8 @@ class LoraPool:
         if isinstance(layers, int):
             check_positive("layers", layers)
             layers = range(layers)
+        if not isinstance(layers, Sequence) or not all(type(layer_id) is int for layer_id in layers):
+            raise TypeError(f"layers must be an int or a sequence of ints, got {layers!r}")
         self.layer_ids: tuple[int, ...] = tuple(layers)
         if not self.layer_ids or len(set(self.layer_ids)) < len(self.layer_ids) or min(self.layer_ids) < 0:
             raise ValueError(f"layers must be different ids >= 0, at least one, got {self.layer_ids}")
@@ -225,6 +230,13 @@ class LoraPool:
         for name, lora in projections.items():
             if name not in sizes:
                 raise AdapterError(f"{where} projection must be one of {', '.join(sizes)}, got {name!r}")
+            for part in ("a", "b", "scaling"):
+                value = getattr(lora, part, None)
+                if not isinstance(value, Tensor) or value.layout is not torch.strided or value.dtype not in FACTOR_DTYPES:
+                    got = f"{value.layout} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                    raise AdapterError(f"{where} {name}.{part} must be a dense {short(FACTOR_DTYPES)} tensor, got {got}")
+            if lora.a.dim() != 3:
+                raise AdapterError(f"{where} {name}.a must be 3-dimensional [E or 1, r, in], got shape {tuple(lora.a.shape)}")
             if lora.rank > self.max_rank:
                 raise AdapterError(f"{where} {name} rank must be <= max_rank = {self.max_rank} of the pool, got {lora.rank}")
             size_in, size_out = sizes[name]
@@ -239,7 +251,7 @@ class LoraPool:
 
     def _factors(self, where: str, projection: str, lora: ProjectionLora) -> tuple[Tensor, Tensor]:
         """A and scaling * B in the pool's dtype, on the adapter's device."""
-        a = lora.a.to(self.dtype)
+        a = lora.a.to(self.dtype, copy=True)  # the slot is cleared before it is written: `a` may be a view of it
         b = (lora.b.float() * lora.scaling.float()[:, None, None]).to(self.dtype)
         for name, tensor in (("A", a), ("scaling * B", b)):
             if not torch.isfinite(tensor).all():
