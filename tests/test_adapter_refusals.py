@@ -67,6 +67,7 @@ BOTH_KINDS: dict[str, tuple[Callable[[Files], Files], str]] = {
     "huge r": (set_config(r=10**12), "1000000000000"),
     "other r by pattern": (set_config(rank_pattern={r"layers\.2\..*": 3}), "r of the config = 3|of rank 3"),
     "pattern no regex": (set_config(rank_pattern={"(": 3}), "field rank_pattern must have regular expressions"),
+    "pattern no regex where it stands": (set_config(rank_pattern={"(?i)down": 3}), "must have regular expressions .* '[(]"),
     "pattern value": (set_config(alpha_pattern={"x": None}), "field alpha_pattern.'x'. must be a finite number"),
     "pattern is a list": (set_config(rank_pattern=[1]), "field rank_pattern must be an object"),
     "other method": (set_config(peft_type="LOKR"), "field peft_type must be LORA, got 'LOKR'"),
@@ -84,6 +85,8 @@ BOTH_KINDS: dict[str, tuple[Callable[[Files], Files], str]] = {
     "target_parameters": (set_config(target_parameters="all"), "field target_parameters must be a list"),
     "saved experts": (add(f"{OUTER}.gate_up_proj", 4, 20, 12), "experts.gate_up_proj must be a LoRA tensor of routed experts"),
     "other tool's name": (add(f"{PREFIX}1.mlp.switch_mlp.up_proj.lora_a", 4, 4, 12), "switch_mlp.* in a known format"),
+    "experts in capitals": (add("model.layers.1.MoE.Experts.0.up_proj.lora_A.weight", 4, 12), "Experts.* known format"),
+    "endless layer id": (add(f"{PREFIX}{'1' * 5000}.mlp.experts.0.up_proj.lora_A.weight", 4, 12), "1111.* known format"),
     "layer out of range": (
         add(f"{PREFIX}3.mlp.experts.0.up_proj.lora_A.weight", 4, 12),
         "one format|layer must be one with routed",
@@ -103,6 +106,8 @@ PER_EXPERT = BOTH_KINDS | {
     "ranks of the pair differ": (change(ONE, lambda t: t[:2]), f"{ONE_NAME} must have shape"),
     "other hidden size": (change(ONE, lambda t: t[:, :11]), f"{ONE_NAME} must have shape"),
     "expert out of range": (add(f"{OUTER}.4.up_proj.lora_A.weight", 4, 12), "expert must be < num_experts = 4, got 4"),
+    "endless expert id": (add(f"{OUTER}.{'1' * 5000}.up_proj.lora_A.weight", 4, 12), "1111.* known format"),
+    "another script's digit": (add(f"{OUTER}.\u0663.down_proj.lora_A.weight", 4, 10), "known format"),
     "dense layer": (add(f"{PREFIX}0.mlp.experts.0.up_proj.lora_A.weight", 4, 12), r"layer must be .* \(1, 2\), got 0"),
     "same tensor by another name": (add(f"{OUTER}.0.w3.lora_A.weight", 4, 12), "one lora_A per expert and projection"),
     "bias tensor": (add(f"{OUTER}.0.up_proj.lora_B.bias", 10), "lora_B.bias must be a LoRA tensor"),
@@ -192,7 +197,9 @@ def test_never_opens_a_pickle(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    """Neither folder, nor weights, nor config."""
+    """Neither path, nor folder, nor weights, nor config."""
+    with pytest.raises(AdapterError, match="path must be a folder or a file, got NoneType"):
+        load_adapter(None, BASE)  # type: ignore[arg-type]
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(AdapterError, match="path must"):
             load_adapter(path, BASE)

@@ -142,6 +142,7 @@ def test_a_bad_base_config_is_named(changes: dict[str, Any], message: str) -> No
     [
         ({"decoder_sparse_step": 2}, (1, 3, 5)),
         ({"mlp_only_layers": [2]}, (0, 1, 3, 4, 5)),
+        ({"mlp_only_layers": [2, [3]]}, (0, 1, 3, 4, 5)),  # nonsense beside it is no crash
         ({"model_type": "deepseek_v3", "first_k_dense_replace": 3}, (3, 4, 5)),
         ({"model_type": "deepseek_v2", "first_k_dense_replace": 1, "moe_layer_freq": 2}, (2, 4)),
         ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", *["sparse"] * 5]}, (1, 2, 3, 4, 5)),

@@ -66,7 +66,11 @@ class AdapterConfig:
 
 def _first_match(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
     """The value of the first key, a regular expression, that matches `path` or what follows one of its dots (PEFT's rule)."""
-    return next((value for key, value in pattern.items() if re.match(rf"(?:.*\.)?(?:{key})$", path)), default)
+    return next((value for key, value in pattern.items() if re.match(_wrapped(key), path)), default)
+
+
+def _wrapped(key: str) -> str:
+    return rf"(?:.*\.)?(?:{key})$"
 
 
 def _refuse_variants(fields: Mapping[str, Any]) -> None:
@@ -112,7 +116,7 @@ def _pattern(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise AdapterError(f"adapter_config field {name} must be an object, got {value!r}")
     for key in value:
         try:
-            re.compile(key)
+            re.compile(_wrapped(key))  # as it is used: flags such as (?i) are allowed at the start alone
         except re.error as error:
             raise AdapterError(
                 f"adapter_config field {name} must have regular expressions as keys, got {key!r}: {error}"

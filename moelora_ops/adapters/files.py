@@ -22,7 +22,10 @@ def find(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
     Raises: AdapterError for a missing file, and for pickles, which are not opened.
     """
-    weights = Path(path)
+    try:
+        weights = Path(path)
+    except TypeError as error:
+        raise AdapterError(f"path must be a folder or a file, got {type(path).__name__}") from error
     if weights.is_dir():
         pickled = weights / "adapter_model.bin"
         weights = weights / WEIGHTS

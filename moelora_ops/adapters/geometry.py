@@ -136,7 +136,8 @@ def _moe_layers(fields: Mapping[str, Any], model_type: str, num_layers: int) -> 
         step = _size(fields, ("interleave_moe_layer_step",), default=1)
         chosen = _listed(fields, "moe_layers") or range(step - 1, num_layers, step)
         return tuple(i for i in range(num_layers) if i in chosen)
-    dense = set(_listed(fields, "mlp_only_layers"))
+    only_mlp = _listed(fields, "mlp_only_layers")
+    dense = {i for i in range(num_layers) if i in only_mlp}
     dense |= {i for i, kind in enumerate(_listed(fields, "mlp_layer_types")) if kind == "dense"}
     frequency = fields.get("moe_layer_freq")
     if isinstance(frequency, (list, tuple)):  # one flag for each layer

@@ -12,7 +12,7 @@ from .geometry import MoeGeometry
 # Up to and including `experts`. Only prefixes of the decoder layers: `mtp.layers.0` or a vision tower's is not layer 0.
 LAYER_EXPERTS = (
     r"(?:base_model\.model\.)?"
-    r"(?P<path>(?:(?:model|language_model|text_model|backbone)\.)*layers\.(?P<layer>\d+)\."
+    r"(?P<path>(?:(?:model|language_model|text_model|backbone)\.)*layers\.(?P<layer>[0-9]{1,9})\."
     r"(?:(?:mlp|block_sparse_moe|feed_forward|mixer|moe)\.)?experts)"
 )
 # Modules under which other tools keep routed experts without calling them so.
@@ -21,7 +21,7 @@ _EXPERT_MODULES = ("switch_mlp", "input_linear", "output_linear", "moe_h_to_4h",
 
 def is_for_experts(name: str) -> bool:
     """Whether a tensor may belong to routed experts: then it is understood or refused, never skipped."""
-    parts = re.split(r"[./]", name)
+    parts = re.split(r"[./]", name.lower())
     return any(("expert" in part and "share" not in part) or part in _EXPERT_MODULES for part in parts)
 
 

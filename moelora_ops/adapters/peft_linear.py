@@ -23,7 +23,8 @@ from .geometry import MoeGeometry
 from .names import LAYER_EXPERTS, check_shape, layer_of
 
 _NAME = re.compile(
-    LAYER_EXPERTS + r"\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.lora_(?P<half>[AB])\.weight"
+    LAYER_EXPERTS
+    + r"\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.lora_(?P<half>[AB])\.weight"
 )
 _PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
