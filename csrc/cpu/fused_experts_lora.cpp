@@ -97,7 +97,7 @@ class Layer {
   }
 
   // c = x W[e, first_row + n * step].T + bias + delta for the rows of a block; `next` will probably be read after this.
-  void project(const RowBlock& block, const float* packed, int64_t depth, const ExpertWeight& weight, int64_t first_row, int64_t step,
+  void project(const RowBlock& block, const InputRows& x, const float* packed, const ExpertWeight& weight, int64_t first_row, int64_t step,
                int64_t cols, const char* next, const std::optional<LoraPair>& lora, const Shrunk* z, int64_t slice, float* c,
                int64_t c_stride) const {
     const int64_t rows = block.end - block.begin;
@@ -111,8 +111,8 @@ class Layer {
         deltas[m] = {z->at(block.begin + m, slice), b, lora->b.row_stride * step, lora->ranks[slot]};
       }
     }
-    kernels_.gemm[p_.dtype]({packed, rows_of(weight, block, first_row), weight.row_stride * step, rows, cols, depth,
-                             z == nullptr ? nullptr : deltas, c, c_stride, next});
+    x.gemm(kernels_, p_.dtype)({packed, rows_of(weight, block, first_row), weight.row_stride * step, rows, cols, x.depth,
+                                z == nullptr ? nullptr : deltas, c, c_stride, next});
     if (weight.bias == nullptr) return;
     const char* bias = weight.bias + block.expert * weight.bias_stride * element_size(p_.dtype);
     for (int64_t n = 0; n < cols; ++n) {
@@ -130,9 +130,9 @@ class Layer {
       float *gate = scratch, *up = scratch + kGateUpCols;
       const char* next_gate = next == nullptr ? nullptr : rows_of(p_.w13, *next->block, next->col * step);
       const char* next_up = p_.activation.gated ? rows_of(p_.w13, block, up_row) : next_gate;
-      project(block, packed, x.depth, p_.w13, gate_row, step, tile.num_cols, next_up, p_.lora13, z, 0, gate, stride);
+      project(block, x, packed, p_.w13, gate_row, step, tile.num_cols, next_up, p_.lora13, z, 0, gate, stride);
       if (p_.activation.gated) {
-        project(block, packed, x.depth, p_.w13, up_row, step, tile.num_cols, next_gate, p_.lora13, z, 1, up, stride);
+        project(block, x, packed, p_.w13, up_row, step, tile.num_cols, next_gate, p_.lora13, z, 1, up, stride);
       }
       for (int64_t m = 0; m < block.end - block.begin; ++m) {
         float* out = act + (block.begin + m) * width + tile.col;
@@ -147,7 +147,7 @@ class Layer {
                          [=, &h](const Tile& tile, const Tile* next, const float* packed, float* scratch) {
       const RowBlock& block = *tile.block;
       const char* next_rows = next == nullptr ? nullptr : rows_of(p_.w2, *next->block, next->col);
-      project(block, packed, h.depth, p_.w2, tile.col, 1, tile.num_cols, next_rows, p_.lora2, z, 0, scratch, kDownCols);
+      project(block, h, packed, p_.w2, tile.col, 1, tile.num_cols, next_rows, p_.lora2, z, 0, scratch, kDownCols);
       for (int64_t m = 0; m < block.end - block.begin; ++m) {
         const int64_t pair = routing_.order[block.begin + m];
         const float weight = p_.apply_router_weight_on_input ? 1.0f : weight_of(pair);

@@ -36,9 +36,16 @@ struct InputRows {
   std::vector<const void*> rows;
   std::vector<float> scale;  // empty: 1
 
+  // Whether these rows can be multiplied with bf16 weights as they are. A router weight makes them fp32.
+  bool in_pairs(const Simd& simd) const { return dtype == kBFloat16 && scale.empty() && simd.gemm_pairs != nullptr; }
+
   void pack(const Simd& simd, int64_t begin, int64_t end, float* packed) const {
-    simd.pack[dtype](rows.data() + begin, scale.empty() ? nullptr : scale.data() + begin, end - begin, depth, packed);
+    const auto run = in_pairs(simd) ? simd.pack_pairs : simd.pack[dtype];
+    run(rows.data() + begin, scale.empty() ? nullptr : scale.data() + begin, end - begin, depth, packed);
   }
+
+  // The product of these rows, packed, with weights of `weight_dtype`.
+  auto gemm(const Simd& simd, DType weight_dtype) const { return in_pairs(simd) ? simd.gemm_pairs : simd.gemm[weight_dtype]; }
 };
 
 using Buffer = std::shared_ptr<float[]>;  // captured by stages

@@ -1,6 +1,8 @@
 #include "simd.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -24,21 +26,35 @@ bool machine_has_avx512() {
 #endif
 }
 
-const Simd& choose() {
+bool machine_has_avx512_bf16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+Simd choose() {
+  const char* const levels[] = {"default", "avx2", "avx512", "avx512_bf16"};
   const char* variable = std::getenv("MOELORA_CPU_CAPABILITY");
-  const std::string bound = variable == nullptr || *variable == '\0' ? "avx512" : variable;
-  if (bound != "default" && bound != "avx2" && bound != "avx512") {
-    throw std::runtime_error("MOELORA_CPU_CAPABILITY must be default, avx2 or avx512, got '" + bound + "'");
+  const std::string bound = variable == nullptr || *variable == '\0' ? levels[3] : variable;
+  const auto level = std::find(std::begin(levels), std::end(levels), bound) - std::begin(levels);
+  if (level > 3) {
+    throw std::runtime_error("MOELORA_CPU_CAPABILITY must be default, avx2, avx512 or avx512_bf16, got '" + bound + "'");
   }
-  if (bound == "avx512" && simd_avx512() != nullptr && machine_has_avx512()) return *simd_avx512();
-  if (bound != "default" && simd_avx2() != nullptr && machine_has_avx2()) return *simd_avx2();
+  if (level >= 2 && simd_avx512() != nullptr && machine_has_avx512()) {
+    Simd set = *simd_avx512();
+    if (level == 3 && machine_has_avx512_bf16()) use_bf16_pairs(set);
+    return set;
+  }
+  if (level >= 1 && simd_avx2() != nullptr && machine_has_avx2()) return *simd_avx2();
   return *simd_portable();
 }
 
 }  // namespace
 
 const Simd& simd() {
-  static const Simd& chosen = choose();
+  static const Simd chosen = choose();
   return chosen;
 }
 

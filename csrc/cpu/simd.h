@@ -24,7 +24,7 @@ struct RowDelta {
 
 // c[m, n] = sum_k x[m, k] * w[n, k] (+ delta), fp32.
 struct Gemm {
-  const float* x;         // rows packed by `pack`
+  const void* x;          // rows packed by the `pack` that belongs to the kernel
   const void* w;          // [cols, depth]
   int64_t w_stride;       // elements between rows of w
   int64_t rows;           // <= kRowBlock
@@ -48,22 +48,27 @@ struct ActivationSpec {
 struct Simd {
   const char* name;
   // rows[m] (of `dtype`) * scale[m] (nullptr: 1) widened to fp32 in the layout that gemm reads; scratch of packed_size floats.
-  void (*pack[kNumDTypes])(const void* const* rows, const float* scale, int64_t num_rows, int64_t depth, float* packed);
+  void (*pack[kNumDTypes])(const void* const* rows, const float* scale, int64_t num_rows, int64_t depth, void* packed);
   void (*gemm[kNumDTypes])(const Gemm&);  // by the dtype of w and b
   // out = act(gate, up); `up` is ignored when not gated.
   void (*activate)(const ActivationSpec&, const float* gate, const float* up, int64_t count, float* out);
   void (*add_scaled[kNumDTypes])(void* out, const float* delta, float scale, int64_t count);    // out += scale * delta
   void (*round_scaled[kNumDTypes])(void* out, const float* value, float scale, int64_t count);  // out = scale * value
+  // bf16 inputs without a scale, and bf16 weights, multiplied without widening; nullptr where the machine cannot.
+  void (*pack_pairs)(const void* const* rows, const float* scale, int64_t num_rows, int64_t depth, void* packed);
+  void (*gemm_pairs)(const Gemm&);
 };
 
+// Floats that hold packed rows in either layout.
 inline int64_t packed_size(int64_t num_rows, int64_t depth) { return num_rows * round_up(depth, kMaxLanes); }
 
-// The best set this machine runs. MOELORA_CPU_CAPABILITY=default, avx2 or avx512 sets an upper bound, read once.
+// The best set this machine runs. MOELORA_CPU_CAPABILITY=default, avx2, avx512 or avx512_bf16 sets an upper bound, read once.
 const Simd& simd();
 
 // nullptr where the compiler does not target the instruction set.
 const Simd* simd_portable();
 const Simd* simd_avx2();
 const Simd* simd_avx512();
+bool use_bf16_pairs(Simd& avx512);  // adds the pair kernels; false where the compiler does not target them
 
 }  // namespace moelora

@@ -16,14 +16,14 @@ inline int64_t tile_begin(int64_t rows, int64_t tile) {
 
 // Packed layout: the tiles one after the other, each as [depth / lanes][rows of the tile][lanes], zero past the depth.
 template <class T>
-void pack(const void* const* rows, const float* scale, int64_t num_rows, int64_t depth, float* packed) {
+void pack(const void* const* rows, const float* scale, int64_t num_rows, int64_t depth, void* packed) {
   const int64_t padded = round_up(depth, kLanes);
   for (int64_t tile = 0; tile < num_tiles(num_rows); ++tile) {
     const int64_t begin = tile_begin(num_rows, tile), height = tile_begin(num_rows, tile + 1) - begin;
     for (int64_t m = 0; m < height; ++m) {
       const T* row = static_cast<const T*>(rows[begin + m]);
       const Vec factor = broadcast(scale == nullptr ? 1.0f : scale[begin + m]);
-      float* out = packed + begin * padded + m * kLanes;
+      float* out = static_cast<float*>(packed) + begin * padded + m * kLanes;
       for (int64_t k = 0; k < depth; k += kLanes, out += height * kLanes) {
         const Vec value = depth - k >= kLanes ? load(row + k) : load_part(row + k, depth - k);
         store(out, scale == nullptr ? value : mul(value, factor));
@@ -32,6 +32,20 @@ void pack(const void* const* rows, const float* scale, int64_t num_rows, int64_t
   }
 }
 
+// How inputs meet weights: here fp32 inputs, and weights widened in registers.
+template <class T>
+struct Product {
+  using X = float;
+  using W = T;
+  using WVec = Vec;
+  static constexpr int64_t kStep = kLanes;  // elements at a time
+
+  static Vec load_x(const X* p) { return load(p); }
+  static WVec load_w(const W* p) { return load(p); }
+  static WVec load_w_part(const W* p, int64_t count) { return load_part(p, count); }
+  static Vec add_product(Vec acc, Vec x, WVec w) { return fma(x, w, acc); }
+};
+
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 // Fetch the rows of B that the deltas of a strip of columns will read.
@@ -39,44 +53,47 @@ template <class T>
 inline void prefetch_deltas(const RowDelta* delta, int64_t rows, int64_t first_col, int64_t end_col) {
   constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t m = 0; m < rows; ++m) {
-    if (m > 0 && delta[m].b == delta[m - 1].b) continue;  // rows of one segment share B
-    for (int64_t n = first_col; n < end_col; ++n) {
-      const T* b = static_cast<const T*>(delta[m].b) + n * delta[m].b_stride;
-      for (int64_t r = 0; r < delta[m].rank; r += kLine) prefetch(b + r);
+    const RowDelta& d = delta[m];
+    if (d.rank == 0 || (m > 0 && d.b == delta[m - 1].b)) continue;  // rows of one segment share B
+    const int64_t rows_per_line = d.b_stride > 0 && d.b_stride < kLine ? kLine / d.b_stride : 1;
+    for (int64_t n = first_col; n < end_col; n += rows_per_line) {
+      const T* b = static_cast<const T*>(d.b) + n * d.b_stride;
+      for (int64_t r = 0; r < d.rank; r += kLine) prefetch(b + r);
     }
   }
 }
 
 // One register tile: kRows packed rows by kCols rows of w, over `depth` elements; then the rows' deltas; then the lane sums.
 // Meanwhile kAhead rows at `ahead` are fetched, a part of the strip of w that comes next.
-template <class T, int kRows, int kCols, int kAhead>
-void tile(const float* x, const T* w, const T* ahead, int64_t w_stride, int64_t depth, const RowDelta* delta, int64_t first_col,
-          bool accumulate, float* c, int64_t c_stride) {
+template <class P, int kRows, int kCols, int kAhead>
+void tile(const typename P::X* x, const typename P::W* w, const typename P::W* ahead, int64_t w_stride, int64_t depth,
+          const RowDelta* delta, int64_t first_col, bool accumulate, float* c, int64_t c_stride) {
+  using T = typename P::W;
   constexpr int kGroups = (kRows * kCols + kLanes - 1) / kLanes;
   Vec acc[kGroups * kLanes];
 #pragma GCC unroll 64
   for (int i = 0; i < kGroups * kLanes; ++i) acc[i] = zero();
   int64_t k = 0;
-  for (; k + kLanes <= depth; k += kLanes, x += kRows * kLanes) {
-    Vec wv[kCols];
+  for (; k + P::kStep <= depth; k += P::kStep, x += kRows * P::kStep) {
+    typename P::WVec wv[kCols];
 #pragma GCC unroll 8
     for (int n = 0; n < kCols; ++n) {
-      wv[n] = load(w + n * w_stride + k);
+      wv[n] = P::load_w(w + n * w_stride + k);
       if (n < kAhead) prefetch(ahead + n * w_stride + k);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
-      const Vec xv = load(x + m * kLanes);
+      const auto xv = P::load_x(x + m * P::kStep);
 #pragma GCC unroll 8
-      for (int n = 0; n < kCols; ++n) acc[m * kCols + n] = fma(xv, wv[n], acc[m * kCols + n]);
+      for (int n = 0; n < kCols; ++n) acc[m * kCols + n] = P::add_product(acc[m * kCols + n], xv, wv[n]);
     }
   }
   if (k < depth) {
 #pragma GCC unroll 8
     for (int n = 0; n < kCols; ++n) {
-      const Vec wv = load_part(w + n * w_stride + k, depth - k);
+      const auto wv = P::load_w_part(w + n * w_stride + k, depth - k);
 #pragma GCC unroll 8
-      for (int m = 0; m < kRows; ++m) acc[m * kCols + n] = fma(load(x + m * kLanes), wv, acc[m * kCols + n]);
+      for (int m = 0; m < kRows; ++m) acc[m * kCols + n] = P::add_product(acc[m * kCols + n], P::load_x(x + m * P::kStep), wv);
     }
   }
   if (delta != nullptr) {
@@ -108,60 +125,64 @@ void tile(const float* x, const T* w, const T* ahead, int64_t w_stride, int64_t 
   }
 }
 
-template <class T>
-using TileFunction = void (*)(const float*, const T*, const T*, int64_t, int64_t, const RowDelta*, int64_t, bool, float*, int64_t);
+template <class P>
+using TileFunction = void (*)(const typename P::X*, const typename P::W*, const typename P::W*, int64_t, int64_t, const RowDelta*,
+                              int64_t, bool, float*, int64_t);
 
-template <class T, int kCols, int kAhead>
-TileFunction<T> tile_of_height(int64_t rows) {
+template <class P, int kCols, int kAhead>
+TileFunction<P> tile_of_height(int64_t rows) {
   static_assert(kTileRows <= 6, "add a case");
   switch (rows) {
     case 1:
-      return tile<T, 1, kCols, kAhead>;
+      return tile<P, 1, kCols, kAhead>;
     case 2:
-      return tile<T, 2, kCols, kAhead>;
+      return tile<P, 2, kCols, kAhead>;
     case 3:
-      return tile<T, 3, kCols, kAhead>;
+      return tile<P, 3, kCols, kAhead>;
     case 4:
-      return tile<T, 4, kCols, kAhead>;
+      return tile<P, 4, kCols, kAhead>;
     case 5:
-      return tile<T, kTileRows < 5 ? 1 : 5, kCols, kAhead>;
+      return tile<P, kTileRows < 5 ? 1 : 5, kCols, kAhead>;
     default:
-      return tile<T, kTileRows < 6 ? 1 : 6, kCols, kAhead>;
+      return tile<P, kTileRows < 6 ? 1 : 6, kCols, kAhead>;
   }
 }
 
-template <class T>
+template <class P>
 void gemm(const Gemm& g) {
+  using T = typename P::W;
   // A strip of w waits for memory once, under its first tile. The strip after it is fetched meanwhile: by that tile, or in two
   // halves by the first two, which asks for no more bytes a cycle than the memory delivers.
   constexpr int kHalf = (kTileCols + 1) / 2;
-  const int64_t padded = round_up(g.depth, kLanes), tiles = num_tiles(g.rows);
+  const int64_t padded = round_up(g.depth, P::kStep), tiles = num_tiles(g.rows);
   int64_t k = 0;
   do {  // once even for depth 0: the delta alone
     const int64_t block = g.depth - k < kDepthBlock ? g.depth - k : kDepthBlock;
     const bool is_last = k + block >= g.depth;
     const T* w = static_cast<const T*>(g.w) + k;
     const RowDelta* deltas = is_last ? g.delta : nullptr;
-    const auto fetch_deltas = [&](int64_t n) {  // one strip ahead: a tile of a small depth is shorter than a miss
+    const auto fetch_deltas = [&](int64_t n) {  // two strips ahead: a tile of a small depth is shorter than a miss
       if (deltas != nullptr) prefetch_deltas<T>(deltas, g.rows, n, n + kTileCols < g.cols ? n + kTileCols : g.cols);
     };
     fetch_deltas(0);
+    fetch_deltas(kTileCols);
     for (int64_t n = 0; n < g.cols;) {
       const bool is_full = g.cols - n >= kTileCols;
       const T* strip = w + n * g.w_stride;
       const T* next = n + kTileCols < g.cols ? strip + kTileCols * g.w_stride : is_last ? static_cast<const T*>(g.next_w) : w + block;
-      if (is_full) fetch_deltas(n + kTileCols);
+      if (is_full) fetch_deltas(n + 2 * kTileCols);
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t m = tile_begin(g.rows, t), height = tile_begin(g.rows, t + 1) - m;
-        TileFunction<T> run = tile_of_height<T, kTileCols, 0>(height);
+        TileFunction<P> run = tile_of_height<P, kTileCols, 0>(height);
         if (!is_full) {
-          run = tile_of_height<T, 1, 0>(height);
+          run = tile_of_height<P, 1, 0>(height);
         } else if (next != nullptr && t < 2) {
-          run = tiles == 1 ? tile_of_height<T, kTileCols, kTileCols>(height) : tile_of_height<T, kTileCols, kHalf>(height);
+          run = tiles == 1 ? tile_of_height<P, kTileCols, kTileCols>(height) : tile_of_height<P, kTileCols, kHalf>(height);
         }
         const T* ahead = next == nullptr ? strip : next + t * kHalf * g.w_stride;
         const RowDelta* delta = deltas == nullptr ? nullptr : deltas + m;
-        run(g.x + m * padded + k * height, strip, ahead, g.w_stride, block, delta, n, k > 0, g.c + m * g.c_stride + n, g.c_stride);
+        const typename P::X* x = static_cast<const typename P::X*>(g.x) + m * padded + k * height;
+        run(x, strip, ahead, g.w_stride, block, delta, n, k > 0, g.c + m * g.c_stride + n, g.c_stride);
       }
       n += is_full ? kTileCols : 1;
     }
@@ -227,7 +248,7 @@ void activate_kind(const ActivationSpec& spec, const float* gate, const float* u
   }
 }
 
-void activate(const ActivationSpec& spec, const float* gate, const float* up, int64_t count, float* out) {
+[[maybe_unused]] void activate(const ActivationSpec& spec, const float* gate, const float* up, int64_t count, float* out) {
   switch (spec.kind) {
     case Activation::kSilu:
       return activate_kind<Activation::kSilu>(spec, gate, up, count, out);
@@ -258,11 +279,13 @@ void round_scaled(void* out, const float* value, float scale, int64_t count) {
   for (; i < count; ++i) from_float(scale * value[i], o[i]);
 }
 
-constexpr Simd make(const char* name) {
+[[maybe_unused]] constexpr Simd make(const char* name) {
   return {name,
           {pack<float>, pack<BFloat16>, pack<Float16>},
-          {gemm<float>, gemm<BFloat16>, gemm<Float16>},
+          {gemm<Product<float>>, gemm<Product<BFloat16>>, gemm<Product<Float16>>},
           activate,
           {add_scaled<float>, add_scaled<BFloat16>, add_scaled<Float16>},
-          {round_scaled<float>, round_scaled<BFloat16>, round_scaled<Float16>}};
+          {round_scaled<float>, round_scaled<BFloat16>, round_scaled<Float16>},
+          nullptr,
+          nullptr};
 }
