@@ -82,6 +82,20 @@ def test_backward_through_a_base_under_the_delta_raises(view: bool) -> None:
     assert weight.grad is None
 
 
+def test_forward_derivatives_raise() -> None:
+    """Forward-mode AD would see a tangent of zeros; data without a tangent is served inside it."""
+    inputs = CASE.make()
+    want, arguments = run_experts(inputs), delta_arguments(inputs)
+    with torch.autograd.forward_ad.dual_level():
+        assert_bitwise(run_experts(inputs), want)
+        x = torch.autograd.forward_ad.make_dual(inputs.hidden_states, torch.ones_like(inputs.hidden_states))
+        with pytest.raises(NotImplementedError, match="moelora::fused_experts_lora has no forward derivative"):
+            run_experts(inputs.replace(hidden_states=x))
+        a = [torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in arguments["lora_a_stacked"]]
+        with pytest.raises(NotImplementedError, match="moelora::fused_moe_lora has no forward derivative"):
+            run_delta({**arguments, "lora_a_stacked": a})
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
 def test_modes_without_gradients(mode: Callable[[], Any]) -> None:
     """Under no_grad and inference_mode tensors that require grad are data like any other."""

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import UnsupportedError
 
@@ -49,6 +50,8 @@ def refuse_backward(op: Any) -> None:
     function: Any = _RefuseInPlace if writes else _RefusePure
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 and _has_tangent((*args, *kwargs.values())):
+            raise NotImplementedError(f"moelora::{name} has no forward derivative: it serves inference only")
         edge = _first_requiring_grad((*args, *kwargs.values())) if torch.is_grad_enabled() else None
         if edge is not None:
             result = function.apply(args[0], edge, name, op, args, kwargs)
@@ -78,6 +81,16 @@ def _first_requiring_grad(args: Iterable[Any]) -> Tensor | None:
         if isinstance(arg, Tensor) and arg.requires_grad:
             return arg
     return None
+
+
+def _has_tangent(args: Iterable[Any]) -> bool:
+    """Whether forward-mode AD follows any argument: without an error its result would be a tangent of zeros."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)) and _has_tangent(arg):
+            return True
+        if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            return True
+    return False
 
 
 class _RefusePure(torch.autograd.Function):
