@@ -43,6 +43,9 @@ def check(
     check_positive("num_experts", num_experts)
     check_positive("block_size", block_size)
     check_positive("max_loras", max_loras, least=0)
+    for name, value in (("num_experts", num_experts), ("block_size", block_size)):
+        if holds(value > INT32_MAX):  # ids are int32, and the capacity is a product of both in 64 bits
+            raise ValueError(f"{name} must be at most {INT32_MAX}, got {value}")
     sizes = Sizes()
     check_tensor("topk_ids", topk_ids)
     check_dtype("topk_ids", topk_ids, ID_DTYPES)

@@ -129,6 +129,10 @@ ALIGN = [Bad("moe_lora_align_block_size", *row) for row in (
      "topk_ids must hold at most 2147483647 pairs (int32 pair ids), got 2147483648"),
     ("more keys than 2^30", lambda: dict(max_loras=2**29), ValueError,
      "num_experts * max_loras must be at most 1073741824, got 4 * 536870912"),
+    ("experts past int32", lambda: dict(num_experts=2**62, max_loras=0, expert_map=None), ValueError,
+     "num_experts must be at most 2147483647, got 4611686018427387904"),
+    ("block size past int32", lambda: dict(block_size=2**40), ValueError,
+     "block_size must be at most 2147483647, got 1099511627776"),
     ("more padded rows than int32", lambda: dict(block_size=2**30), ValueError,
      "block_size must keep the padded row count within 2147483647, got 1073741824 for 5368709120 rows"),
 )]  # fmt: skip
