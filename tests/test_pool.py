@@ -232,6 +232,18 @@ def test_bad_sizes_are_named(error: type[Exception], name: str, options: dict[st
         LoraPool(**(sizes | options))  # type: ignore[arg-type]
 
 
+def test_a_pool_made_in_inference_mode_loads_outside_and_inside() -> None:
+    """Engines build the model under inference_mode and load adapters later."""
+    with torch.inference_mode():
+        pool = pool_for(GATED)
+    pool.load(random_adapter(GATED, rank=2), 0)
+    with torch.inference_mode():
+        pool.load(random_adapter(GATED, rank=4), 1)
+        pool.unload(0)
+    pool.disable(1)
+    assert state(pool)[:2] == [(0, False), (4, False)]
+
+
 def test_a_slot_may_be_loaded_from_itself() -> None:
     """The slot is cleared before it is written: an adapter of views of it must not be cleared with it."""
     pool = pool_for(GATED)

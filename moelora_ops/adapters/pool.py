@@ -91,7 +91,8 @@ class LoraPool:
         slices = 2 if gated else 1
 
         def fixed(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # engines build models inside it: its tensors could not be loaded outside
+                tensor = torch.zeros(shape, dtype=dtype, device=device)
             # Tells torch.compile's CUDA graphs that it never moves: they would copy the whole pool into each replay otherwise.
             torch._dynamo.mark_static_address(tensor, guard=False)
             return tensor
