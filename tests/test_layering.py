@@ -23,7 +23,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Third-party packages and the only places that may import them; torch may be imported everywhere.
 THIRD_PARTY = {
     "triton": ("kernels/triton/",),
-    "safetensors": ("adapters/", "integrations/", "cli/"),
+    "safetensors": ("adapters/", "integrations/", "cli/", "testing/"),
     "transformers": ("integrations/", "adapters/"),
     "peft": ("integrations/", "adapters/"),
     "numpy": ("testing/",),
