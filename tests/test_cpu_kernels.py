@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: every instruction set, sizes around their tiles and blocks, and results that no scheduling changes."""
+"""The compiled CPU kernels: every instruction set, sizes around tiles and blocks, and results that no scheduling changes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_align_has_no_limit_on_groups(num_experts: int, max_loras: int) -> None:
     [(1, 24, 3, 1), (5, 15, 3, 3), (7, 17, 31, 15), (11, 1024, 33, 16), (13, 1025, 65, 17), (96, 31, 5, 63), (97, 63, 7, 65),
      (203, 129, 36, 8), (6, 2049, 16, 130)],
 )  # fmt: skip
-def test_sizes_around_tiles_and_blocks(num_tokens: int, hidden_size: int, intermediate_size: int, rank: int, dtype: torch.dtype) -> None:
+def test_sizes_around_tiles_and_blocks(
+    num_tokens: int, hidden_size: int, intermediate_size: int, rank: int, dtype: torch.dtype
+) -> None:
     """Sizes one below, at and one above every internal boundary; one expert takes all rows."""
     case = Case("sizes", num_tokens, num_experts=2, top_k=1, experts="one", adapters="one", max_loras=2, dtype=dtype)
     inputs = case.like(hidden_size=hidden_size, intermediate_size=intermediate_size, max_lora_rank=rank, bias=True).make()
@@ -140,8 +142,8 @@ def test_sizes_around_tiles_and_blocks(num_tokens: int, hidden_size: int, interm
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_row_alone_has_the_bits_it_has_in_a_batch(adapters: bool, dtype: torch.dtype) -> None:
     """Stronger than the contract: an output element is summed in an order that depends on depth and rank alone."""
-    case = Case("mates", num_tokens=120, num_experts=3, top_k=2, hidden_size=1050, intermediate_size=70, dtype=dtype, ranks=(16, 3, 8))
-    inputs = case.make()
+    case = Case("mates", num_tokens=120, num_experts=3, top_k=2, hidden_size=1050, intermediate_size=70, ranks=(16, 3, 8))
+    inputs = case.like(dtype=dtype).make()
     whole = experts(inputs, adapters=adapters)
     for first, last in ((0, 1), (1, 2), (50, 55), (7, 119), (119, 120)):
         names = ("hidden_states", "topk_ids", "topk_weights", "token_lora_mapping")
@@ -192,7 +194,7 @@ def test_expanded_tensors_are_read_in_place() -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai"])
 def test_activations_over_their_whole_range(activation: str) -> None:
-    """Each activation at gate values from -90 to 90 is right to fp32 accuracy, relative to the value itself and not to a mean."""
+    """Each activation is right to fp32 accuracy from -90 to 90, relative to the value itself and not to a mean."""
     gate = torch.cat([torch.linspace(-90, 90, 701), torch.linspace(-4, 4, 500)])
     eye = torch.eye(1).expand(1, 1, 1)
     args = (gate[:, None], torch.ones(1, 2, 1), eye, torch.ones(len(gate), 1), torch.zeros(len(gate), 1, dtype=torch.int64))
@@ -208,7 +210,7 @@ def test_activations_over_their_whole_range(activation: str) -> None:
 
 
 CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
-CHILD = f"""
+CHILD = """
 import torch
 from moelora_ops.kernels import native
 from moelora_ops.testing.cases import Case
@@ -231,12 +233,13 @@ def digest(capability: str) -> str:
 
 @pytest.mark.skipif(BOUND != "", reason="runs in the parent only")
 def test_each_instruction_set() -> None:
-    """The properties above hold for each lesser set that this machine runs too; each sums in its own order, so bits tell them apart."""
+    """The properties above hold for each lesser set this machine runs; each sums in its own order, so bits tell them apart."""
     digests = [digest(capability) for capability in CAPABILITIES]
     for capability, mine, best in zip(CAPABILITIES, digests, digests[1:]):
         if mine == best:  # the better set is not here: the bound made no difference
             continue
-        done = run_child(capability, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "reference or sizes or alone", __file__)
+        chosen = ("-k", "reference or sizes or alone", __file__)
+        done = run_child(capability, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
         assert done.returncode == 0, f"{capability}: {done.stdout[-4000:]}"
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         assert len(set(digests[:3])) == 3
@@ -246,4 +249,5 @@ def test_each_instruction_set() -> None:
 def test_an_unknown_instruction_set_is_an_error() -> None:
     """A misspelt bound is not silently ignored."""
     wrong = run_child("sse9", "-c", CHILD)
-    assert wrong.returncode != 0 and "MOELORA_CPU_CAPABILITY must be default, avx2, avx512 or avx512_bf16, got 'sse9'" in wrong.stderr
+    want = "MOELORA_CPU_CAPABILITY must be default, avx2, avx512 or avx512_bf16, got 'sse9'"
+    assert wrong.returncode != 0 and want in wrong.stderr
