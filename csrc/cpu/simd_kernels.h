@@ -213,7 +213,8 @@ inline float exp_of(float x) {
   return p * power;
 }
 
-inline float times_sigmoid(float x, float at) { return x / (1.0f + exp_of(-at)); }
+// Past the saturation of exp_of the product is x times zero, not x times its smallest value: x may be huge.
+inline float times_sigmoid(float x, float at) { return at < -88.3f ? 0.0f * x : x / (1.0f + exp_of(-at)); }
 
 template <Activation kKind>
 inline float activation_of(float x) {
