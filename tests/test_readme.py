@@ -22,7 +22,7 @@ def blocks(page: Path) -> list[str]:
 
 def run(page: Path) -> None:
     """Run a page's blocks in order, in one namespace; a block whose first line names a file becomes that module."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace = vars(sys.modules["__main__"])  # a namespace of no module could not be compiled: guards look names up by module
     for number, source in enumerate(blocks(page), 1):
         code = compile(source, f"{page.name}, block {number}", "exec")
         named = re.match(r"# (\S+)\.py\n", source)
