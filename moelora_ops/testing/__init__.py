@@ -1,1 +1,1 @@
-"""Cases, tolerances and timing shared by tests, benchmarks and the tuner."""
+"""Cases, tolerances and timing shared by tests and benchmarks."""

@@ -1,4 +1,4 @@
-"""Inputs of the three ops, by name: shared by tests, benchmarks and the tuner.
+"""Inputs of the three ops, by name: shared by tests and benchmarks.
 
 A `Case` is sizes, popularity and options as data; `make` turns it into tensors. Values are signed, gate and up have A's of
 their own, and every adapter's delta is as large as the base, hundreds of bf16 quanta.
