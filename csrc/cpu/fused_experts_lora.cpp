@@ -12,7 +12,10 @@ constexpr int64_t kDownCols = 64;    // output columns of a down task
 class Layer {
  public:
   Layer(const FusedExpertsLora& problem, const Parallel& parallel)
-      : p_(problem), parallel_(parallel), kernels_(simd()), expert_of_pair_(pair_experts(p_.topk_ids, p_.num_experts, p_.expert_map)) {
+      : p_(problem),
+        parallel_(parallel),
+        kernels_(simd()),
+        expert_of_pair_(pair_experts(p_.topk_ids, p_.num_experts, p_.expert_map)) {
     const bool has_lora = p_.lora13 || p_.lora2;
     const std::vector<int32_t> slots =
         has_lora ? token_slots(p_.token_lora_mapping, p_.max_loras, p_.enabled) : std::vector<int32_t>(p_.num_tokens, -1);
@@ -97,9 +100,9 @@ class Layer {
   }
 
   // c = x W[e, first_row + n * step].T + bias + delta for the rows of a block; `next` will probably be read after this.
-  void project(const RowBlock& block, const InputRows& x, const float* packed, const ExpertWeight& weight, int64_t first_row, int64_t step,
-               int64_t cols, const char* next, const std::optional<LoraPair>& lora, const Shrunk* z, int64_t slice, float* c,
-               int64_t c_stride) const {
+  void project(const RowBlock& block, const InputRows& x, const float* packed, const ExpertWeight& weight,
+               int64_t first_row, int64_t step, int64_t cols, const char* next, const std::optional<LoraPair>& lora,
+               const Shrunk* z, int64_t slice, float* c, int64_t c_stride) const {
     const int64_t rows = block.end - block.begin;
     RowDelta deltas[kRowBlock];
     if (z != nullptr) {
@@ -124,7 +127,8 @@ class Layer {
   // act[row] = activation(W13[e] x + b13[e] + delta)
   Stage gate_up(const InputRows& x, const Shrunk* z, float* act) const {
     const int64_t width = p_.intermediate_size, stride = 2 * kGateUpCols, step = p_.interleaved ? 2 : 1;
-    return for_each_tile(x, width, kGateUpCols, stride, [=, &x](const Tile& tile, const Tile* next, const float* packed, float* scratch) {
+    return for_each_tile(x, width, kGateUpCols, stride,
+                         [=, &x](const Tile& tile, const Tile* next, const float* packed, float* scratch) {
       const RowBlock& block = *tile.block;
       const int64_t gate_row = tile.col * step, up_row = p_.interleaved ? gate_row + 1 : width + tile.col;
       float *gate = scratch, *up = scratch + kGateUpCols;
@@ -158,7 +162,8 @@ class Layer {
 
   // out[t] = routed_scaling_factor * sum_k y[t, k], summed in the order of k, rounded once.
   Stage combine(const float* y) const {
-    const int64_t width = p_.hidden_size, tokens_per_task = std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(1, p_.top_k * width));
+    const int64_t width = p_.hidden_size;
+    const int64_t tokens_per_task = std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(1, p_.top_k * width));
     const int64_t num_tasks = divide_up(p_.num_tokens, tokens_per_task);
     const Buffer sums = allocate(parallel_.num_threads * width);
     return {num_tasks, [=](int64_t worker, int64_t task) {

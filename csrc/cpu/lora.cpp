@@ -43,8 +43,8 @@ Stage Shrunk::stage(const Parallel& parallel, DType dtype, const std::vector<Seg
     for (size_t s = 0; s < a.size(); ++s) {
       float* z = z_.data() + task.begin * row_stride_ + s * slice_stride_ + task.first_rank;
       const char* next = s + 1 < a.size() ? rows_of(index, s + 1) : rows_of(index + num_workers, 0);
-      x.gemm(kernels, dtype)({packed, rows_of(index, s), a[s].row_stride, task.end - task.begin, task.num_ranks, x.depth, nullptr, z,
-                           row_stride_, next});
+      x.gemm(kernels, dtype)({packed, rows_of(index, s), a[s].row_stride, task.end - task.begin, task.num_ranks, x.depth,
+                              nullptr, z, row_stride_, next});
     }
   }};
 }

@@ -24,8 +24,8 @@ struct Parallel {
   // Runs the stages one after the other: no task starts before all tasks of the stages before are done.
   //
   // One fork for all stages: joining costs a wake-up of every thread, milliseconds where another process holds its core. Tasks
-  // are claimed one by one in ascending order. A worker that waits for an earlier task waits for a thread that is running it, so
-  // this ends even if one thread plays all workers.
+  // are claimed one by one in ascending order. A worker that waits for an earlier task waits for a thread that is running it,
+  // so this ends even if one thread plays all workers.
   void run(const std::vector<Stage>& stages) const {
     int64_t num_tasks = 0, most_tasks = 0;
     for (const Stage& stage : stages) {

@@ -27,7 +27,8 @@ struct Enabled {
 
   bool at(int64_t slot) const {
     if (data == nullptr) return true;
-    return is_bool ? static_cast<const uint8_t*>(data)[slot * stride] != 0 : static_cast<const int32_t*>(data)[slot * stride] != 0;
+    if (is_bool) return static_cast<const uint8_t*>(data)[slot * stride] != 0;
+    return static_cast<const int32_t*>(data)[slot * stride] != 0;
   }
 };
 

@@ -1,5 +1,5 @@
-// Products of bf16 inputs with bf16 weights for AVX-512 BF16: two multiply-adds a lane, nothing is widened. Products of bf16 are
-// exact and are added in fp32, so this is as exact as the fp32 kernels (but for numbers below 2^-126, which count as zero).
+// Products of bf16 inputs with bf16 weights for AVX-512 BF16: two multiply-adds a lane, nothing is widened. The products
+// are exact and added in fp32, so this is as exact as the fp32 kernels (but numbers below 2^-126 count as zero).
 #include "simd.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -10,7 +10,8 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
 #endif

@@ -126,8 +126,8 @@ void tile(const typename P::X* x, const typename P::W* w, const typename P::W* a
 }
 
 template <class P>
-using TileFunction = void (*)(const typename P::X*, const typename P::W*, const typename P::W*, int64_t, int64_t, const RowDelta*,
-                              int64_t, bool, float*, int64_t);
+using TileFunction = void (*)(const typename P::X*, const typename P::W*, const typename P::W*, int64_t, int64_t,
+                              const RowDelta*, int64_t, bool, float*, int64_t);
 
 template <class P, int kCols, int kAhead>
 TileFunction<P> tile_of_height(int64_t rows) {
@@ -169,7 +169,8 @@ void gemm(const Gemm& g) {
     for (int64_t n = 0; n < g.cols;) {
       const bool is_full = g.cols - n >= kTileCols;
       const T* strip = w + n * g.w_stride;
-      const T* next = n + kTileCols < g.cols ? strip + kTileCols * g.w_stride : is_last ? static_cast<const T*>(g.next_w) : w + block;
+      const T* next = n + kTileCols < g.cols ? strip + kTileCols * g.w_stride : w + block;
+      if (n + kTileCols >= g.cols && is_last) next = static_cast<const T*>(g.next_w);
       if (is_full) fetch_deltas(n + 2 * kTileCols);
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t m = tile_begin(g.rows, t), height = tile_begin(g.rows, t + 1) - m;
