@@ -74,17 +74,21 @@ def _round_rows_without_adapter_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _recompile_on_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = LoraPool.load
+    load, layers = LoraPool.load, []
 
     class Broken(FusedMoEWithLoRA):
-        loads = 0
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.loads = 0  # a number of the module, so that Dynamo guards on it
+            layers.append(self)
 
         def forward(self, x: Any, weights: Any, ids: Any, mapping: Any = None) -> Any:
-            return super().forward(x, weights, ids, mapping) + 0 * Broken.loads
+            return super().forward(x, weights, ids, mapping) + 0 * self.loads
 
     def counted(pool: LoraPool, adapter: LoraAdapter, slot: int) -> None:
         load(pool, adapter, slot)
-        Broken.loads += 1
+        for layer in layers:
+            layer.loads += 1
 
     monkeypatch.setattr(demo, "FusedMoEWithLoRA", Broken)
     monkeypatch.setattr(LoraPool, "load", counted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Iterator
 
 import pytest
@@ -18,7 +18,7 @@ from moelora_ops import reference
 from moelora_ops.kernels import native
 from moelora_ops.testing.cases import Case, Inputs
 from moelora_ops.testing.numerics import TOLERANCES, assert_close
-from moelora_ops.testing.oracle import assert_bitwise, assert_delta_close, exact, exact_experts
+from moelora_ops.testing.oracle import WeakSignal, assert_bitwise, assert_delta_close, exact, exact_experts
 from moelora_ops.testing.strategies import DTYPES, cases, judged, seeds
 
 pytestmark = pytest.mark.skipif(native.CPU_MISSING != "", reason=f"the compiled CPU kernels are {native.CPU_MISSING}")
@@ -131,11 +131,16 @@ def test_sizes_around_tiles_and_blocks(
 ) -> None:
     """Sizes one below, at and one above every internal boundary; one expert takes all rows."""
     case = Case("sizes", num_tokens, num_experts=2, top_k=1, experts="one", adapters="one", max_loras=2, dtype=dtype)
-    inputs = case.like(hidden_size=hidden_size, intermediate_size=intermediate_size, max_lora_rank=rank, bias=True).make()
-    check_experts(inputs)
-    check_delta(inputs, "gate_up")
-    check_delta(inputs, "down")
-    assert_bitwise(experts(inputs.poisoned()), experts(inputs), "poisoned")
+    case = case.like(hidden_size=hidden_size, intermediate_size=intermediate_size, max_lora_rank=rank, bias=True)
+    for seed in range(20):  # one token at rank 1 may draw a delta that drowns in the base; draws differ between torch versions
+        inputs = case.make(seed=seed)
+        with suppress(WeakSignal):
+            check_experts(inputs)
+            check_delta(inputs, "gate_up")
+            check_delta(inputs, "down")
+            assert_bitwise(experts(inputs.poisoned()), experts(inputs), "poisoned")
+            return
+    pytest.fail("no seed gives a delta that can be judged")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -42,7 +42,7 @@ def assert_delta_close(
     """Fail unless `actual - actual_base` is the expected delta, relative to the delta itself.
 
     Rows whose expected delta is zero must equal the base in every bit. Where one rounding of
-    the base would be as large as the error allowed to the delta, `WeakSignal` is raised.
+    the base would be nearly as large as the error allowed to the delta, `WeakSignal` is raised.
     """
     dtype, delta = actual.dtype, expected - expected_base
     touched = delta.ne(0).any(-1)
@@ -51,7 +51,8 @@ def assert_delta_close(
     if delta.numel() == 0:
         return
     signal, rounding = _rms(delta), 0.5 * torch.finfo(dtype).eps * _rms(expected_base[touched])
-    if rounding > TOLERANCES[dtype].rms * signal:
+    room = 1.0 if delta.numel() >= 64 else 0.75  # the rms of a dozen roundings scatters by a quarter
+    if rounding > room * TOLERANCES[dtype].rms * signal:
         raise WeakSignal(f"{what} is too small to be judged: rms {signal:.2e}, a rounding of the base {rounding:.2e}")
     got = actual[touched].double() - actual_base[touched].double()
     assert_close(got, delta, TOLERANCES[dtype], what=what)
