@@ -7,12 +7,16 @@ by the bounds below, so nothing on the hot path waits for the GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import ID_DTYPES, INT32_MAX, Sizes, check_dtype, check_ids, check_positive, check_tensor, holds
+
+RANK_TILE = 16  # ranks of a rank tile
+ORDER_AT = 4  # offset of the section `order` in a routing's buffer, after the counts
 
 
 def round_up(value: Any, multiple: Any) -> Any:
@@ -42,31 +46,83 @@ def max_blocks(num_pairs: int, num_groups: int, block_rows: int) -> int:
 
 
 @dataclass(frozen=True)
+class RoutingSizes:
+    """The layout of a routing's one buffer: what follows from sizes alone. Offsets and sizes count int32 elements.
+
+    | section | at | entries | entry |
+    |---|---|---|---|
+    | counts | 0 | 4 | number of rows, of expert blocks, of segment blocks, of rank tiles |
+    | order | 4 | P | pair |
+    | row_tiles | row_tiles_at | P | first rank tile of the row's segment, one past its last |
+    | expert_blocks | expert_blocks_at | num_expert_blocks | expert, first row, last row + 1 |
+    | segment_blocks | segment_blocks_at | num_segment_blocks | expert, slot, first row, last row + 1 |
+    | tiles | tiles_at | num_tiles | slot * rank_tiles + j |
+    """
+
+    num_pairs: int
+    num_experts: int
+    max_loras: int  # 0 where no slot can have a rank
+    rank_tiles: int  # of a slot of full rank
+    block_m: int  # rows of an expert block
+    segment_m: int  # rows of a segment block
+    num_expert_blocks: int
+    num_segment_blocks: int
+    num_tiles: int
+    row_tiles_at: int
+    expert_blocks_at: int
+    segment_blocks_at: int
+    tiles_at: int
+    size: int
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(num_pairs: int, num_experts: int, max_loras: int, max_rank: int, block_m: int, segment_m: int) -> RoutingSizes:
+        """
+        >>> sizes = RoutingSizes.of(num_pairs=6, num_experts=4, max_loras=2, max_rank=20, block_m=4, segment_m=4)
+        >>> sizes.num_expert_blocks, sizes.num_segment_blocks, sizes.num_tiles, sizes.size
+        (5, 6, 12, 73)
+        """
+        max_loras = max_loras if max_rank > 0 else 0
+        rank_tiles = -(-max_rank // RANK_TILE)
+        num_segments = num_experts * max_loras
+        num_expert_blocks = max_blocks(num_pairs, num_experts, block_m)
+        num_segment_blocks = max_blocks(num_pairs, num_segments, segment_m) if num_segments else 0
+        num_tiles = min(num_pairs, num_segments) * rank_tiles
+        row_tiles_at = ORDER_AT + num_pairs
+        expert_blocks_at = row_tiles_at + 2 * num_pairs
+        segment_blocks_at = expert_blocks_at + 3 * num_expert_blocks
+        tiles_at = segment_blocks_at + 4 * num_segment_blocks
+        return RoutingSizes(
+            num_pairs, num_experts, max_loras, rank_tiles, block_m, segment_m, num_expert_blocks, num_segment_blocks, num_tiles,
+            row_tiles_at, expert_blocks_at, segment_blocks_at, tiles_at, tiles_at + num_tiles,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Routing:
     """One compact sort of the pairs by (expert, adapter), made once per layer and carried to every kernel.
 
-    Rows are positions in the sorted order; pairs of one (expert, adapter) are a contiguous *segment*, ascending inside.
-    Within an expert the pairs without an adapter come first. Pairs with an expert outside [0, E) have no row: rows past
-    the number of valid pairs are undefined and no block covers them.
+    Rows are positions in the sorted order; pairs of one (expert, slot) are a contiguous *segment*, ascending inside. Within
+    an expert the pairs without an adapter come first. Pairs with an expert outside [0, E) have no row. The ranks of a slot are
+    cut into *rank tiles* of 16; the tiles of all segments with an adapter stand in a list in the order of the rows, so that
+    those of an expert block, whatever its adapters, are a run of the list. Entries past the counts are undefined.
 
-    Worked example: T = 3, K = 2, E = 4, topk_ids [[2, 0], [2, 7], [0, 2]], token_lora_mapping [1, -1, 1], block_m = 4
+    Worked example: T = 3, K = 2, E = 4, topk_ids [[2, 0], [2, 7], [0, 2]], token_lora_mapping [1, -1, 1], two slots of a pool
+    of rank 32, block_m = segment_m = 4:
 
-        row           0   1   2   3   4
-        pair          1   4   2   0   5        pair 3 (expert 7) is nowhere
-        expert        0   0   2   2   2
-        lora          1   1  -1   1   1
-        segment_end   2   2   3   5   5
+        row           0       1       2       3       4
+        pair          1       4       2       0       5       pair 3 (expert 7) is nowhere
+        expert        0       0       2       2       2
+        slot          1       1      -1       1       1
+        row_tiles     0..2    0..2    2..2    2..4    2..4    a row without an adapter has none
+        tiles         2  3  2  3                              slot 1, tiles 0 and 1, for each of the two segments
         expert blocks     (expert 0, rows 0..2)  (expert 2, rows 2..5)
-        segment blocks    (expert 0, lora 1, rows 0..2)  (expert 2, lora 1, rows 3..5)
+        segment blocks    (expert 0, slot 1, rows 0..2)  (expert 2, slot 1, rows 3..5)
+        counts        5 rows, 2 expert blocks, 2 segment blocks, 4 rank tiles
     """
 
-    order: Tensor  # [P] int32: pair at each row
-    row_lora: Tensor  # [P] int32: adapter slot of each row, -1 none
-    segment_end: Tensor  # [P] int32: first row after the segment of each row
-    expert_blocks: Tensor  # [max expert blocks, 3] int32: expert, first row, last row + 1; expert -1 past the last block
-    segment_blocks: Tensor  # [max segment blocks, 4] int32: expert, slot >= 0, first row, last row + 1; -1 past the last
-    block_m: int  # rows of an expert block
-    segment_m: int  # rows of a segment block
+    tables: Tensor  # [sizes.size] int32
+    sizes: RoutingSizes
 
 
 def token_lora_mapping(seg_indptr: Tensor, lora_ids: Tensor, num_tokens: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from moelora_ops.routing import RoutingSizes
 from moelora_ops.testing.cases import Case
 
 LAYER = Case("layer", num_tokens=40, num_experts=8, top_k=4, hidden_size=256, intermediate_size=128, dtype=torch.bfloat16)
@@ -36,9 +37,11 @@ def route():
 
 
 def routing_of(inputs):
-    names = ("topk_ids", "token_lora_mapping", "adapter_enabled", "expert_map")
-    options = {"num_experts": inputs.case.num_experts, "max_loras": inputs.case.max_loras, "block_m": 16, "segment_m": 16}
-    launcher("route").route(**{name: getattr(inputs, name) for name in names}, **options)
+    case = inputs.case
+    sizes = RoutingSizes.of(case.num_pairs, case.num_experts, case.max_loras, case.max_lora_rank, 16, 16)
+    names = ("topk_ids", "token_lora_mapping", "lora_ranks", "adapter_enabled", "expert_map")
+    tables = inputs.topk_ids.new_empty(sizes.size, dtype=torch.int32)
+    launcher("route").launch(**{name: getattr(inputs, name) for name in names}, tables=tables, sizes=sizes)
 
 
 def sorts_of_any_size():

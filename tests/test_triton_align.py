@@ -1,8 +1,7 @@
-"""The Triton sorts, align and route: under Triton's interpreter on a CPU (tests/conftest.py), compiled where there is a GPU."""
+"""The Triton align: under Triton's interpreter on a CPU (tests/conftest.py), compiled where there is a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch import Tensor
 from moelora_ops import reference
 from moelora_ops.kernels.triton import _sort
 from moelora_ops.kernels.triton.align import moe_lora_align_block_size
-from moelora_ops.kernels.triton.route import route
-from moelora_ops.routing import Routing, max_blocks
 from moelora_ops.testing.cases import CASES, Case, Inputs
 from moelora_ops.testing.oracle import assert_bitwise
 from moelora_ops.testing.strategies import cases, seeds
@@ -144,94 +141,3 @@ def test_align_merges_experts_mapped_to_one() -> None:
     expert_map = torch.tensor([5, 1, 1, 6, -1, 2**20], device=DEVICE)
     _, experts, _ = check_align(topk_ids, mapping, 6, 4, 2, expert_map=expert_map)
     assert set(experts.flatten().tolist()) == {-1, 1, 5}
-
-
-@dataclass
-class Expected:
-    """The tables of a routing, built one pair at a time."""
-
-    order: list[int]
-    row_lora: list[int]
-    segment_end: list[int]
-    expert_blocks: list[list[int]]
-    segment_blocks: list[list[int]]
-
-
-def expected_routing(inputs: Inputs, block_m: int, segment_m: int) -> Expected:
-    slots, top_k = inputs.slots(), inputs.case.top_k
-    pairs = [(e, slots[t], t * top_k + k) for t, row in enumerate(inputs.local_experts()) for k, e in enumerate(row) if e >= 0]
-    rows = sorted(pairs)
-    ends = [max(r for r, other in enumerate(rows) if other[:2] == row[:2]) + 1 for row in rows]
-    expected = Expected([p for _, _, p in rows], [slot for _, slot, _ in rows], ends, [], [])
-    for expert in sorted({e for e, _, _ in rows}):
-        mine = [r for r, row in enumerate(rows) if row[0] == expert]
-        for first in range(mine[0], mine[-1] + 1, block_m):
-            expected.expert_blocks.append([expert, first, min(first + block_m, mine[-1] + 1)])
-    for expert, slot in sorted({row[:2] for row in rows if row[1] >= 0}):
-        mine = [r for r, row in enumerate(rows) if row[:2] == (expert, slot)]
-        for first in range(mine[0], mine[-1] + 1, segment_m):
-            expected.segment_blocks.append([expert, slot, first, min(first + segment_m, mine[-1] + 1)])
-    return expected
-
-
-def make_route(inputs: Inputs, block_m: int, segment_m: int) -> Routing:
-    case = inputs.case
-    return route(
-        inputs.topk_ids, inputs.token_lora_mapping, num_experts=case.num_experts, max_loras=case.max_loras,
-        adapter_enabled=inputs.adapter_enabled, expert_map=inputs.expert_map, block_m=block_m, segment_m=segment_m,
-    )  # fmt: skip
-
-
-def check_route(inputs: Inputs, block_m: int, segment_m: int) -> None:
-    case, got, want = inputs.case, make_route(inputs, block_m, segment_m), expected_routing(inputs, block_m, segment_m)
-    valid = len(want.order)
-    for name in ("order", "row_lora", "segment_end"):
-        column = getattr(got, name)
-        assert column.shape == (case.num_pairs,) and column.dtype == torch.int32
-        assert column[:valid].tolist() == getattr(want, name), name
-    segments = case.num_experts * case.max_loras
-    segment_capacity = max_blocks(case.num_pairs, segments, segment_m) if segments else 0
-    tables = {
-        "expert_blocks": (max_blocks(case.num_pairs, case.num_experts, block_m), [-1, 0, 0]),
-        "segment_blocks": (segment_capacity, [-1, -1, 0, 0]),
-    }
-    for name, (capacity, rest) in tables.items():
-        table, blocks = getattr(got, name), getattr(want, name)
-        assert table.shape == (capacity, len(rest)) and table.dtype == torch.int32
-        assert table.tolist() == blocks + [rest] * (capacity - len(blocks)), name
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_route_sorts_by_expert_and_slot(case: Case) -> None:
-    """Order, slots, segment ends and both block tables are those of a construction pair by pair."""
-    check_route(case.make(DEVICE), 4, 2)
-
-
-@given(cases(), seeds, st.sampled_from(BLOCK_SIZES), st.sampled_from(BLOCK_SIZES))
-@settings(max_examples=40, deadline=None)
-def test_route_sorts_any_routing(case: Case, seed: int, block_m: int, segment_m: int) -> None:
-    """The same for drawn sizes and options."""
-    check_route(case.make(DEVICE, seed), block_m, segment_m)
-
-
-@pytest.mark.parametrize("max_chunks", [2, 64])
-def test_route_across_chunks(max_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where segments span chunks, and chunks several blocks of pairs."""
-    monkeypatch.setattr(_sort, "MAX_CHUNKS", max_chunks)
-    check_route(LONG.like(num_tokens=200).make(DEVICE), 16, 8)
-
-
-def test_route_with_more_keys_than_pairs() -> None:
-    """A thousand experts and many slots for a few pairs."""
-    check_route(LONG.like(num_tokens=8, num_experts=1024, max_loras=7).make(DEVICE), 16, 16)
-
-
-def test_route_worked_example() -> None:
-    """The example in the docstring of `Routing`."""
-    topk_ids, mapping = torch.tensor([[2, 0], [2, 7], [0, 2]], device=DEVICE), torch.tensor([1, -1, 1], device=DEVICE)
-    got = route(topk_ids, mapping, num_experts=4, max_loras=2, adapter_enabled=None, expert_map=None, block_m=4, segment_m=4)
-    assert got.order[:5].tolist() == [1, 4, 2, 0, 5]
-    assert got.row_lora[:5].tolist() == [1, 1, -1, 1, 1]
-    assert got.segment_end[:5].tolist() == [2, 2, 3, 5, 5]
-    assert got.expert_blocks[:3].tolist() == [[0, 0, 2], [2, 2, 5], [-1, 0, 0]]
-    assert got.segment_blocks[:3].tolist() == [[0, 1, 0, 2], [2, 1, 3, 5], [-1, -1, 0, 0]]
