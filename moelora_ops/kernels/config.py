@@ -36,6 +36,8 @@ class Gemm:
     block_k: int
     num_warps: int
     num_stages: int
+    group_m: int = 1  # blocks of rows that share a tile of weights while it is in L2
+    tma: bool = False  # weights (and act) by the copy engine, where strides and addresses allow
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,12 @@ class Delta:
     """Configuration of one call of `fused_moe_lora`."""
 
     shrink: Shrink
-    block_m: int  # rows of a program: pairs of one block of the alignment
-    block_n: int  # columns of an expand program
+    block_m: int  # rows of a tile: pairs of one (expert, adapter)
+    block_n: int  # columns of an expand tile
     num_warps: int  # of the expand
+    rows: int  # that one program walks at most, of consecutive blocks of one (expert, adapter); at least block_m
+    columns: int  # tiles of block_n that an expand program walks at most
+    fused: bool  # one launch: each program shrinks its rows, then expands them
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ def delta(problem: Problem, block_size: int, device: Device) -> Delta:
 
 
 MAX_BLOCK_R = 32
+MAX_SHRINK_PROGRAMS = 1056  # 8 a multiprocessor of an H200; they stride over what there is
 MIN_WGMMA_M = 64
 
 
@@ -136,8 +142,12 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
     if isinstance(config, Delta):
         block_m = config.block_m
         shrinks = [(config.shrink, config.block_m, problem.num_slices)]
-        tiles = [config.block_m, config.block_n]
-        shared = [_expand_shared(config.block_m, config.block_n, problem)]
+        tiles = [config.block_m, config.block_n, config.rows]
+        if config.rows < config.block_m or config.columns < 1:
+            return False
+        if config.fused and (config.shrink.splits > 1 or config.shrink.num_warps != config.num_warps):
+            return False  # one program sums the whole of K
+        shared = [2 * _expand_shared(config.block_m, config.block_n, problem)]
         accumulators = [(config.num_warps, config.block_m * config.block_n)]
     else:
         block_m = config.gate_up.block_m
@@ -222,15 +232,15 @@ def _splits(problem: Problem, in_features: int, block_k: int) -> int:
 def _delta_rules(problem: Problem, block_size: int) -> Iterator[Delta]:
     """Best first; the last one fits every device. Blocks hold pairs of one (expert, adapter): few, until batches are large."""
     if problem.dtype == torch.float32:
-        yield Delta(Shrink(32, _splits(problem, problem.in_features, 32), 4, 2), block_m=16, block_n=32, num_warps=4)
+        yield Delta(Shrink(32, _splits(problem, problem.in_features, 32), 4, 2), 16, 32, 4, rows=16, columns=1, fused=False)
         return
-    if problem.num_pairs > 16384 and block_size >= 64:
-        yield Delta(Shrink(64, 1, 4, 3), block_m=64, block_n=128, num_warps=4)
-    if problem.num_pairs > 4096 and block_size >= 32:
-        yield Delta(Shrink(64, 1, 4, 3), block_m=32, block_n=128, num_warps=4)
-    for shrink_k, stages in ((128, 3), (64, 2)):
+    if problem.num_pairs > 16384:
+        yield Delta(Shrink(64, 1, 4, 3), 64, 128, 4, rows=256, columns=4, fused=True)
+    if problem.num_pairs > 4096:
+        yield Delta(Shrink(64, 1, 4, 3), 32, 128, 4, rows=64, columns=4, fused=True)
+    for shrink_k, stages in ((128, 4), (128, 3), (64, 2)):
         shrink = Shrink(shrink_k, _splits(problem, problem.in_features, shrink_k), 4, stages)
-        yield Delta(shrink, block_m=16, block_n=128, num_warps=4)
+        yield Delta(shrink, 16, 128, 4, rows=16, columns=1 if problem.num_pairs <= 256 else 2, fused=False)
 
 
 def table_path(op: str, problem: Problem, device: Device) -> Path:
