@@ -16,7 +16,7 @@ LEVELS = (
     ("reference", "meta", "kernels", "configs"),
     ("ops",),
     ("adapters", "layers"),
-    ("integrations", "compile", "cli", "testing"),
+    ("integrations", "compile", "cli", "testing", "bench"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
@@ -27,6 +27,9 @@ THIRD_PARTY = {
     "transformers": ("integrations/", "adapters/"),
     "peft": ("integrations/", "adapters/"),
     "numpy": ("testing/",),
+    "matplotlib": ("bench/plot.py",),
+    "vllm": ("bench/peers.py",),
+    "sglang": ("bench/peers.py",),
     "hypothesis": ("testing/",),
 }
 
@@ -84,6 +87,8 @@ def test_imports_point_downwards() -> None:
         ("meta/fused_moe_lora.py", "def check():\n    import triton"),
         ("ops/align.py", "from .. import layers"),
         ("ops/align.py", "import moelora_ops.cli.demo"),
+        ("ops/align.py", "from ..bench import floors"),
+        ("bench/report.py", "import matplotlib"),
         ("kernels/native.py", "import triton"),
         ("layers.py", "import transformers"),
         ("adapters/pool.py", "from moelora_ops import fused_moe_lora"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moelora_ops.cli import demo, demo_adapters, env, tiny_model
+from moelora_ops.cli import COMMANDS, demo_adapters, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,4 +74,4 @@ def test_links_and_commands_exist(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets
-    assert set(re.findall(r"`moelora ([a-z]+)", text)) <= {demo.NAME, env.NAME}
+    assert set(re.findall(r"`moelora ([a-z]+)", text)) <= {command.NAME for command in COMMANDS}

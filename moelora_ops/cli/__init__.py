@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Sequence
 
 from .. import __version__
-from . import demo, env
+from . import bench, demo, env
+
+COMMANDS = (bench, demo, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,10 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moelora", description="LoRA adapters on the experts of Mixture-of-Experts models.")
     parser.add_argument("--version", action="version", version=f"moelora_ops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, env):
+    for module in COMMANDS:
         command = commands.add_parser(module.NAME, help=module.HELP, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     options = parser.parse_args(argv)
+    options.argv = list(sys.argv[1:] if argv is None else argv)
     code: int = options.run(options)
     return code

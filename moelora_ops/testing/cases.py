@@ -330,6 +330,9 @@ MODELS = {
             "deepseek-v3-ep8", hidden_size=7168, intermediate_size=2048, num_experts=32, num_global_experts=256, top_k=8,
             routed_scaling_factor=2.5,
         ),
+        Case(
+            "deepseek-v3-tp8", hidden_size=7168, intermediate_size=256, num_experts=256, top_k=8, routed_scaling_factor=2.5
+        ),
         *(
             Case(
                 name, hidden_size=2880, intermediate_size=2880, num_experts=experts, top_k=4,

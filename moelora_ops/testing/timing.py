@@ -1,53 +1,143 @@
-"""Timing on a GPU as docs/measurements states it: CUDA graphs, weights cold in L2, medians, ceilings of this very device."""
+"""Timing as docs/measurements states it: CUDA graphs, weights cold in L2, medians, ceilings of this very device."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import statistics
-from typing import Any, Callable, Sequence
+import time
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 REPLAYS = 12
+WARM_UPS = 2
+LEAST_GRAPH_US = 1000.0  # the 5 to 10 µs between an event and the start of a graph then weigh less than 1 %
+MOST_ROUNDS = 32
+
+# Per name: a function of one input, and the inputs it is called on in turn.
+Calls = Mapping[str, tuple[Callable[[Any], Any], Sequence[Any]]]
 
 
 def graph_us(function: Callable[[Any], Any], inputs: Sequence[Any]) -> float:
-    """Median microseconds of one call, over replays of a graph that calls `function` once on each of `inputs`.
+    """Median microseconds of one call, over replays of a graph that calls `function` on each of `inputs` in turn.
 
     Distinct inputs with distinct routings, whose weights together exceed the L2: each call finds its weights in HBM.
     """
+    return statistics.median(samples_us({"": (function, inputs)}, torch.device("cuda"))[""])
+
+
+def samples_us(calls: Calls, device: torch.device) -> dict[str, list[float]]:
+    """REPLAYS samples per name, each the mean microseconds of a call over its inputs.
+
+    The names take turns, so that all of them see the same clocks: their ratios are steadier than their times. On a GPU each
+    sample is the replay of a CUDA graph, elsewhere wall-clock time.
+    """
+    runs = {name: _prepared(function, inputs, device) for name, (function, inputs) in calls.items()}
+    measure = _event_us if device.type == "cuda" else _wall_us
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(REPLAYS + WARM_UPS):
+        for name, (run, count) in runs.items():
+            elapsed = measure(run) / count
+            if i >= WARM_UPS:
+                samples[name].append(elapsed)
+    return samples
+
+
+def _prepared(function: Callable[[Any], Any], inputs: Sequence[Any], device: torch.device) -> tuple[Callable[[], Any], int]:
+    """What to time, and how many calls of `function` it makes."""
+    if device.type != "cuda":
+        return lambda: [function(x) for x in inputs], len(inputs)
     with torch.cuda.stream(torch.cuda.Stream()):
         for x in inputs:  # Triton compiles on first use
             function(x)
     torch.cuda.synchronize()
+    graph = _captured(function, inputs, 1)
+    graph.replay()  # the first one also uploads it
+    rounds = min(MOST_ROUNDS, math.ceil(LEAST_GRAPH_US / max(_event_us(graph.replay), 1.0)))
+    if rounds > 1:
+        graph = _captured(function, inputs, rounds)
+    return graph.replay, rounds * len(inputs)
+
+
+def _captured(function: Callable[[Any], Any], inputs: Sequence[Any], rounds: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for x in inputs:
-            function(x)
-    return event_us(graph.replay) / len(inputs)
+        for _ in range(rounds):
+            for x in inputs:
+                function(x)
+    return graph
 
 
-def event_us(function: Callable[[], Any]) -> float:
-    """Median microseconds between events around a call, after two warm-ups."""
-    times = []
-    for i in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times))
+def _event_us(function: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy of 4 GiB, read plus written."""
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+def _wall_us(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e6
+
+
+def median_us(function: Callable[[], Any], device: torch.device) -> float:
+    """Median microseconds of a call, without a graph."""
+    measure = _event_us if device.type == "cuda" else _wall_us
+    return statistics.median([measure(function) for _ in range(REPLAYS + WARM_UPS)][WARM_UPS:])
+
+
+def host_us(function: Callable[[], Any], calls: int = 20) -> float:
+    """Microseconds of CPU time that an eager call costs, the device's work not waited for."""
+    function()
+    torch.cuda.synchronize()
+    elapsed = _wall_us(lambda: [function() for _ in range(calls)])  # some hundred launches: the queue does not fill
+    torch.cuda.synchronize()
+    return elapsed / calls
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy of 4 GiB on a GPU, 128 MiB elsewhere; read plus written."""
+    source = torch.empty(2**32 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / (event_us(lambda: target.copy_(source)) * 1e-6)
+    return 2 * source.numel() / (median_us(lambda: target.copy_(source), device) * 1e-6)
 
 
-def matmul_rate(dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP per second of an 8192^3 product of random matrices, in a burst."""
-    a, b = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
-    return 2 * 8192**3 / (event_us(lambda: a @ b) * 1e-6)
+def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP per second of an 8192^3 product of random matrices on a GPU, in a burst; 1024^3 elsewhere."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / (median_us(lambda: a @ b, device) * 1e-6)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the GPU's L2; 0 where it is not known."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
+
+
+def num_launches(function: Callable[[], Any]) -> int | None:
+    """Nodes (kernels, fills, copies) of the CUDA graph of a call; None where this torch or driver cannot tell."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        function()
+    count = ctypes.c_size_t()
+    try:
+        get_nodes = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes
+    except (OSError, AttributeError):  # not NVIDIA's driver
+        return None
+    status = get_nodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    return count.value if status == 0 else None
+
+
+def extra_bytes(function: Callable[[], Tensor]) -> int:
+    """Bytes that a call asks of the allocator at its peak, beyond its inputs and its result."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = function()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return int(peak - before - result.numel() * result.element_size())
