@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 from typing import Any, Callable
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from moelora_ops import ops
-from moelora_ops.bench import cells, floors, inputs, measure, plot, report, targets
+from moelora_ops.bench import cells, floors, inputs, measure, peers, plot, report, targets
 from moelora_ops.bench.cells import QWEN, Cell
 from moelora_ops.bench.floors import Ceilings
 from moelora_ops.bench.measure import Result
@@ -338,6 +339,52 @@ def test_curves_are_overhead_against_tokens(tmp_path: Path) -> None:
         pytest.skip("the picture itself needs matplotlib")
     plot.plot(results, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_peers_are_called_as_they_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with vLLM's and SGLang's names and arguments get the layer's tensors; a layer of another kind is refused."""
+    seen: list[tuple[Any, ...]] = []
+
+    def fused_experts(x: Any, w1: Any, w2: Any, *routing: Any, moe_runner_config: Any = None) -> None:
+        seen.append(("base", w1.shape, len(routing)))
+
+    def fused_moe_lora(
+        output: Any, qcurr_hidden_states: Any, lora_a_stacked: Any, lora_b_stacked: Any, topk_weights: Any,
+        sorted_token_ids: Any, expert_ids: Any, num_tokens_post_padded: Any, token_lora_mapping: Any, max_lora_rank: int,
+        top_k_num: int, lora_ids: Any, num_active_loras: int, adapter_enabled: Any, shrink_block_size_m: int,
+        expand_block_size_m: int, mul_routed_weight: bool = False,
+    ) -> None:  # fmt: skip
+        assert (
+            sorted_token_ids.shape[1] == expert_ids.shape[1] * shrink_block_size_m == expert_ids.shape[1] * expand_block_size_m
+        )
+        assert lora_ids.tolist() == [0, 1, -1] and num_active_loras == 2
+        seen.append(("delta", tuple(output.shape), len(lora_a_stacked), len(qcurr_hidden_states), mul_routed_weight))
+
+    modules = {
+        "vllm.model_executor.layers.fused_moe": types.SimpleNamespace(fused_experts=fused_experts),
+        "vllm.lora.ops.triton_ops.fused_moe_lora_op": types.SimpleNamespace(
+            fused_moe_lora=fused_moe_lora, _fused_moe_lora=fused_moe_lora
+        ),
+        "sglang.srt.layers.moe.fused_moe_triton.fused_moe": types.SimpleNamespace(fused_experts=fused_experts),
+        "sglang.srt.layers.moe.moe_runner": types.SimpleNamespace(MoeRunnerConfig=lambda inplace: None),
+        "sglang.srt.layers.moe.topk": types.SimpleNamespace(StandardTopKOutput=lambda *routing: routing),
+    }
+    monkeypatch.setattr(peers.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    batches = batch_of(Cell("tiny", 3, max_loras=2))[:1]
+    assert peers.missing([]) == "not compared, because not importable here: vllm, sglang"
+    for peer in peers.available(torch.device("cuda")):
+        for function, given in peer.calls(batches).values():
+            function(given[0])
+    assert seen == [
+        ("base", (16, 256, 256), 2),
+        ("delta", (3, 4, 256), 2, 3, False),
+        ("delta", (3, 4, 256), 1, 12, True),
+        ("base", (16, 256, 256), 1),
+    ]
+    special = [batches[0].replace(case=batches[0].case.like(activation="relu2"))]
+    with pytest.raises(NotImplementedError, match="plain gated SiLU"):
+        peers.available(torch.device("cuda"))[0].calls(special)
 
 
 def test_a_plot_without_matplotlib_is_refused_first(

@@ -85,6 +85,7 @@ class _VllmDelta:
         args, options = batch.align(64)
         sorted_token_ids, expert_ids, post_padded = ops.moe_lora_align_block_size(*args, **options)
         slots = [*range(case.max_loras), -1]
+        counted_by_tensor = "num_active_loras" in wanted and "Tensor" in str(wanted["num_active_loras"].annotation)
         common: dict[str, Any] = dict(
             topk_weights=batch.topk_weights,
             sorted_token_ids=sorted_token_ids,
@@ -94,7 +95,7 @@ class _VllmDelta:
             max_lora_rank=case.max_lora_rank,
             top_k_num=case.top_k,
             lora_ids=torch.tensor(slots, dtype=torch.int32, device=device),
-            num_active_loras=case.max_loras,
+            num_active_loras=torch.tensor([case.max_loras]) if counted_by_tensor else case.max_loras,
             adapter_enabled=torch.ones(len(slots), dtype=torch.int32, device=device),
         )
         for stage in ("shrink", "expand"):
@@ -103,8 +104,7 @@ class _VllmDelta:
         a2, b2 = batch.down_lora()
         first = dict(output=ours.gate_up_out, qcurr_hidden_states=batch.hidden_states, lora_a_stacked=a13, lora_b_stacked=b13)
         second = dict(output=ours.down_out, qcurr_hidden_states=ours.act, lora_a_stacked=a2, lora_b_stacked=b2)
-        second |= dict(mul_routed_weight=True, topk_weights=batch.topk_weights.view(-1, 1), top_k_num=1)
-        second["output"] = ours.down_out.view(case.num_pairs, 1, -1)
+        second["mul_routed_weight"] = True  # its inputs are then one row per pair
         self.options = [{k: v for k, v in {**common, **part}.items() if k in wanted} for part in (first, second)]
 
     def __call__(self) -> None:
