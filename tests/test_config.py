@@ -98,7 +98,7 @@ def test_tuned_table_is_used(tables: Path) -> None:
 
 def test_tuned_delta_table_is_used(tables: Path) -> None:
     """The same for the delta op."""
-    tuned = Delta(Shrink(64, 2, 2, 2), block_m=32, block_n=64, num_warps=2)
+    tuned = Delta(Shrink(64, 2, 2, 2), block_m=32, block_n=64, num_warps=2, rows=64, columns=2, fused=False)
     write_table("delta", QWEN, DEVICES[0], {"64": dataclasses.asdict(tuned)})
     assert config.delta(QWEN, 16, DEVICES[0]) == tuned
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from moelora_ops import reference
 from moelora_ops.kernels import config
-from moelora_ops.kernels.triton import _lora, delta
+from moelora_ops.kernels.triton import delta
 from moelora_ops.testing.cases import CASES, Case, Inputs, strided
 from moelora_ops.testing.oracle import assert_bitwise, assert_delta_close, exact
 
@@ -58,7 +58,7 @@ class Call:
 @pytest.fixture(autouse=True)
 def poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """z begins as NaN."""
-    new_z = _lora.new_z
+    new_z = delta.new_z
     monkeypatch.setattr(delta, "new_z", lambda *args: new_z(*args).fill_(torch.nan))
 
 
@@ -160,6 +160,10 @@ def test_experts_shared_by_all() -> None:
 def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of all sizes, and splits of K."""
     inputs = Case("configured", num_tokens=9, num_experts=2, hidden_size=50, intermediate_size=34, max_loras=2).make()
-    for tiles in (config.Delta(config.Shrink(16, 3, 4, 1), 16, 16, 4), config.Delta(config.Shrink(64, 2, 4, 1), 32, 64, 4)):
+    for tiles in (
+        config.Delta(config.Shrink(16, 3, 4, 1), 16, 16, 4, rows=16, columns=1, fused=False),
+        config.Delta(config.Shrink(64, 2, 4, 1), 32, 64, 4, rows=64, columns=2, fused=False),
+        config.Delta(config.Shrink(32, 1, 4, 1), 16, 16, 4, rows=32, columns=1, fused=True),
+    ):
         monkeypatch.setattr(config, "delta", lambda problem, block_size, device, tiles=tiles: tiles)
         Call(inputs, "gate_up", block_size=24).check()
