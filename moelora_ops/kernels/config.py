@@ -37,7 +37,8 @@ class Gemm:
     num_warps: int
     num_stages: int
     group_m: int = 1  # blocks of rows that share a tile of weights while it is in L2
-    tma: bool = False  # weights (and act) by the copy engine, where strides and addresses allow
+    tma: bool = False  # weights by the copy engine, where strides and addresses allow
+    act_tma: bool = True  # with tma, act too
 
 
 @dataclass(frozen=True)

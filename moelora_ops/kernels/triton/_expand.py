@@ -4,22 +4,25 @@ An adapter of rank r is cdiv(r, 16) *rank tiles*. The tiles of all segments in a
 routing's table, so WIDTH / 16 of them, whoever they belong to, are merged along K: z is masked to the rows of each tile's own
 segment, B is gathered from as many adapters. A block of 32 rows and 8 adapters takes 2 dots, not 8 (H200, T = 512).
 
-A zero in z does not keep out a NaN in another adapter's B. So what is not finite in B is left out of the dot, and if there was any,
-the rows that own it are set to NaN afterwards: no second accumulator, and no cost but the comparison.
+A zero in z does not keep out a NaN of another adapter's B, nor of B past a rank. That is left to happen and seen afterwards:
+`not_finite` looks at the accumulators, and the program starts over with SAFE, which leaves out of the dot what is not finite and
+sets the rows that own it to NaN. Checking each tile of B instead costs 5 operations an element (T = 8192: 10 % of the layer).
 """
 
 from __future__ import annotations
 
+import os
 import triton
 import triton.language as tl
 
 RANK_TILE = 16
 WIDTH = tl.constexpr(64)
+MODE = tl.constexpr(int(os.environ.get('MODE','1')))
 
 
 @triton.jit
 def slot_rank(ranks_ptr, slot, known, max_rank):
-    """Rank of a slot's adapter, clamped to the pool's rank; the pool's rank where no ranks are given."""
+    """Rank of a slot's adapter, clamped to the pool's rank; the pool's rank where no ranks are given, 0 for no slot."""
     if ranks_ptr is None:
         return tl.where(known, max_rank, 0)
     else:
@@ -27,14 +30,23 @@ def slot_rank(ranks_ptr, slot, known, max_rank):
 
 
 @triton.jit
-def load_b(b_ptr, offsets, col_mask, j, rank, bad, VEC: tl.constexpr):
-    """B[col, j] with zero past the rank and for what is not finite; `bad` counts the latter per column."""
+def tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH: tl.constexpr):
+    """(slot, column of its B, its rank) for each of the WIDTH columns of the rank tiles from first_tile on; rank 0 past the end."""
+    i = tl.arange(0, WIDTH)
+    tile = first_tile + i // 16
+    code = tl.max_constancy(tl.load(tiles_ptr + tile, mask=tile < end_tile, other=-1), [16])
+    known = (code >= 0) & (code // tiles_per_slot < max_loras)
+    slot = tl.where(known, code // tiles_per_slot, 0)
+    rank = tl.max_constancy(slot_rank(ranks_ptr, slot, known, max_rank), [16])
+    return slot, tl.where(known, code % tiles_per_slot, 0) * 16 + i % 16, rank
+
+
+@triton.jit
+def load_b(b_ptr, b_offsets, slot, j, rank, stride_bl, col_mask, VEC: tl.constexpr):
+    """B[slot[k], col, j[k]] as [BLOCK_N, WIDTH]; zero from the first whole vector past the rank on."""
     # Whole vectors of VEC elements: a mask that changes inside one would make every load a scalar one.
-    b = tl.load(b_ptr + offsets, mask=col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :], other=0.0)
-    inside = (j < rank)[None, :]
-    finite = tl.abs(b.to(tl.float32)) < float("inf")
-    bad = tl.maximum(bad, tl.max((inside & (finite == 0)).to(tl.int32), axis=1))
-    return tl.where(inside & finite, b, 0.0).to(b.dtype), bad
+    mask = col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :]
+    return tl.load(b_ptr + b_offsets[:, None] + (slot.to(tl.int64) * stride_bl + j)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -47,6 +59,44 @@ def load_z(z_ptr, offsets, mask, split_stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def is_finite(x):
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def only_finite(b, bad, MODE: tl.constexpr):
+    """b with something finite for what is not, and `bad` set where that was so."""
+    if MODE == 0:
+        return b, bad
+    elif MODE == 1:
+        ok = is_finite(b)
+        return tl.where(ok, b, 0.0).to(b.dtype), bad | (ok == 0).to(tl.int16)
+    elif MODE == 2:
+        m = tl.max(tl.max(b.to(tl.int16, bitcast=True) & 0x7FFF, axis=1), axis=0)
+        if m >= 0x7F80:
+            ok = is_finite(b)
+            b = tl.where(ok, b, 0.0).to(b.dtype)
+            bad = bad | (ok == 0).to(tl.int16)
+        return b, bad
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 t;
+                min.bf16x2 t, $2, $4;
+                max.bf16x2 t, t, $5;
+                mov.b32 $0, t;
+                xor.b32 t, t, $2;
+                or.b32 $1, t, $3;
+            }
+            """,
+            "=&r,=&r,r,r,r,r",
+            [b, bad, tl.full(b.shape, 0x7F7F, tl.int16), tl.full(b.shape, -129, tl.int16)],
+            dtype=(tl.bfloat16, tl.int16), is_pure=True, pack=2,
+        )
+
+
+@triton.jit
 def expand(
     acc0,
     acc1,  # slice 1; returned as it is when NUM_SLICES is 1
@@ -54,6 +104,9 @@ def expand(
     end,  # [BLOCK_M] one past its last; equal where the row has no adapter
     first_tile,  # rank tiles of this block of rows: [first_tile, end_tile)
     end_tile,
+    slot,  # `tile_columns` of first_tile, loaded while the base product ran
+    j,
+    rank,
     tiles_ptr,  # slot * tiles_per_slot + tile of each rank tile
     tiles_per_slot,
     z_ptr,
@@ -70,32 +123,34 @@ def expand(
     NUM_SLICES: tl.constexpr,
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,  # elements that one load of B may take
+    MODE: tl.constexpr,
 ):
     """acc_s[row, col] += sum over j < rank of z[row, s, j] * B_s[slot(row), col, j], for every row with an adapter."""
-    bad = tl.zeros((acc0.shape[1],), tl.int32)
-    i = tl.arange(0, WIDTH)
+    bad = tl.zeros((acc0.shape[1], WIDTH), tl.int16)
     for t in tl.range(first_tile, end_tile, WIDTH // 16, num_stages=1):
-        tile = t + i // 16
-        code = tl.max_constancy(tl.load(tiles_ptr + tile, mask=tile < end_tile, other=-1), [16])
-        slot = code // tiles_per_slot
-        known = (code >= 0) & (slot < max_loras)
-        rank = tl.max_constancy(slot_rank(ranks_ptr, slot, known, max_rank), [16])
-        j = tl.where(known, code % tiles_per_slot, 0) * 16 + i % 16
-        z_mask = (begin[:, None] <= tile[None, :]) & (tile[None, :] < end[:, None])
-        b_offsets = tl.where(known, slot, 0).to(tl.int64) * stride_bl + j
-        z = load_z(z_ptr, z_offsets[:, None] + j[None, :], z_mask, split_stride, SPLITS)
-        b, bad = load_b(b_ptr, b0_offsets[:, None] + b_offsets[None, :], col_mask, j, rank, bad, VEC)
-        acc0 = tl.dot(z.to(b.dtype), tl.trans(b), acc0, input_precision="ieee")
+        tile = (t + tl.arange(0, WIDTH) // 16)[None, :]
+        mask = (begin[:, None] <= tile) & (tile < end[:, None])
+        offsets = z_offsets[:, None] + j[None, :]
+        b0 = load_b(b_ptr, b0_offsets, slot, j, rank, stride_bl, col_mask, VEC)
+        z0 = load_z(z_ptr, offsets, mask, split_stride, SPLITS)
         if NUM_SLICES == 2:
-            z = load_z(z_ptr + tiles_per_slot * 16, z_offsets[:, None] + j[None, :], z_mask, split_stride, SPLITS)
-            b, bad = load_b(b_ptr, b1_offsets[:, None] + b_offsets[None, :], col_mask, j, rank, bad, VEC)
-            acc1 = tl.dot(z.to(b.dtype), tl.trans(b), acc1, input_precision="ieee")
-    if tl.max(bad, axis=0) > 0:
-        acc0 = mark_bad(acc0, begin, end, first_tile, end_tile, tiles_ptr, tiles_per_slot, b_ptr, stride_bl, b0_offsets,
-                        col_mask, ranks_ptr, max_loras, max_rank)  # fmt: skip
+            b1 = load_b(b_ptr, b1_offsets, slot, j, rank, stride_bl, col_mask, VEC)
+            z1 = load_z(z_ptr + tiles_per_slot * 16, offsets, mask, split_stride, SPLITS)
+        slot, j, rank = tile_columns(
+            t + WIDTH // 16, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH
+        )
+        b0, bad = only_finite(b0, bad, MODE)
+        acc0 = tl.dot(z0.to(b0.dtype), tl.trans(b0), acc0, input_precision="ieee")
         if NUM_SLICES == 2:
-            acc1 = mark_bad(acc1, begin, end, first_tile, end_tile, tiles_ptr, tiles_per_slot, b_ptr, stride_bl, b1_offsets,
+            b1, bad = only_finite(b1, bad, MODE)
+            acc1 = tl.dot(z1.to(b1.dtype), tl.trans(b1), acc1, input_precision="ieee")
+    if MODE > 0:
+        if tl.max(tl.max((bad != 0).to(tl.int32), axis=1), axis=0) > 0:
+            acc0 = mark_bad(acc0, begin, end, first_tile, end_tile, tiles_ptr, tiles_per_slot, b_ptr, stride_bl, b0_offsets,
                             col_mask, ranks_ptr, max_loras, max_rank)  # fmt: skip
+            if NUM_SLICES == 2:
+                acc1 = mark_bad(acc1, begin, end, first_tile, end_tile, tiles_ptr, tiles_per_slot, b_ptr, stride_bl, b1_offsets,
+                                col_mask, ranks_ptr, max_loras, max_rank)  # fmt: skip
     return acc0, acc1
 
 
@@ -105,14 +160,10 @@ def mark_bad(
     max_loras, max_rank,
 ):  # fmt: skip
     """NaN where a row's own B has something that is not finite in the column's row."""
-    for tile in range(first_tile, end_tile):
-        code = tl.load(tiles_ptr + tile)
-        slot = code // tiles_per_slot
-        known = (code >= 0) & (slot < max_loras)
-        j = (code % tiles_per_slot) * 16 + tl.arange(0, 16)
-        offsets = b_offsets[:, None] + (slot.to(tl.int64) * stride_bl + j)[None, :]
-        bad = tl.zeros((acc.shape[1],), tl.int32)
-        _, bad = load_b(b_ptr, offsets, col_mask, j, slot_rank(ranks_ptr, slot, known, max_rank), bad, 1)
+    for tile in tl.range(first_tile, end_tile, num_stages=1):
+        slot, j, rank = tile_columns(tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, 16)
+        b = load_b(b_ptr, b_offsets, slot, j, rank, stride_bl, col_mask, 1)
+        bad = tl.max((is_finite(b) == 0).to(tl.int32), axis=1) > 0
         owner = (begin <= tile) & (tile < end)
-        acc = tl.where(owner[:, None] & (bad > 0)[None, :], float("nan"), acc)
+        acc = tl.where(owner[:, None] & bad[None, :], float("nan"), acc)
     return acc

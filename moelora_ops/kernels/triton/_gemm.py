@@ -1,4 +1,4 @@
-"""What the two base GEMMs of the layer op share: which block a program has, and where its rows are."""
+"""What the two base GEMMs of the layer op share: which block a program has, where its rows are, and the loop over K."""
 
 from __future__ import annotations
 
@@ -25,3 +25,76 @@ def load_block(tables_ptr, block, expert_blocks_at, num_experts):
     first = tl.load(block_ptr + 1, mask=there, other=0)
     last = tl.load(block_ptr + 2, mask=there, other=0)
     return tl.where(expert < num_experts, expert, -1), first, last
+
+
+@triton.jit
+def load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last):
+    """(first rank tile of each row, one past its last, and the same two of the whole block)."""
+    ptr = tables_ptr + 4 + tl.cast(num_pairs, tl.int64)
+    begin = tl.load(ptr + 2 * rows.to(tl.int64), mask=row_mask, other=0)
+    end = tl.load(ptr + 2 * rows.to(tl.int64) + 1, mask=row_mask, other=0)
+    return begin, end, tl.load(ptr + 2 * first.to(tl.int64)), tl.load(ptr + 2 * last.to(tl.int64) - 1)
+
+
+@triton.jit
+def project(
+    x,  # [BLOCK_M, BLOCK_K] pointers of the first step, or with X_TMA a descriptor of [rows, in_features]
+    first,
+    row_mask,
+    w,  # [BLOCK_K, BLOCK_N] pointers into slice 0, or with W_TMA a descriptor of [E, S, N, in] (INTERLEAVED: [E, N, S, in])
+    w1,  # pointers into slice 1
+    expert,
+    tile,
+    col_mask,
+    in_features,
+    NUM_SLICES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,  # None: the kernel's num_stages
+):
+    """(x W_0^T, x W_1^T), fp32 [BLOCK_M, BLOCK_N]; the second is zero when NUM_SLICES is 1.
+
+    With X_TMA rows past the block are other experts' or undefined: each stays in its own row, and is not stored.
+    """
+    acc0 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    ks = tl.arange(0, BLOCK_K)
+    for k in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):
+        k_mask = ks < in_features - k
+        if X_TMA:
+            a = x.load([first, k])
+        else:
+            a = tl.load(x, mask=row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :], other=0.0)
+            x += BLOCK_K
+        w_mask = col_mask[None, :] if EVEN_K else col_mask[None, :] & k_mask[:, None]
+        if W_TMA:
+            b = load_weight(w, expert, 0, tile * BLOCK_N, k, INTERLEAVED, BLOCK_N, BLOCK_K)
+        else:
+            b = tl.load(w, mask=w_mask, other=0.0)
+            w += BLOCK_K
+        acc0 = tl.dot(a, b, acc0, input_precision="ieee")
+        if NUM_SLICES == 2:
+            if W_TMA:
+                b = load_weight(w, expert, 1, tile * BLOCK_N, k, INTERLEAVED, BLOCK_N, BLOCK_K)
+            else:
+                b = tl.load(w1, mask=w_mask, other=0.0)
+                w1 += BLOCK_K
+            acc1 = tl.dot(a, b, acc1, input_precision="ieee")
+    return acc0, acc1
+
+
+@triton.jit
+def load_weight(
+    w, expert, part, column, k, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_N] of one slice, by the copy engine; zero outside the weight."""
+    if INTERLEAVED:
+        b = w.load([expert, column, part, k])
+    else:
+        b = w.load([expert, part, column, k])
+    return b.reshape(BLOCK_N, BLOCK_K).T

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import expand
-from ._gemm import load_block, locate
+from ._expand import MODE, WIDTH, expand, tile_columns
+from ._gemm import load_block, load_row_tiles, locate, project
 
 
 @triton.jit(
@@ -15,8 +15,8 @@ from ._gemm import load_block, locate
     do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr"],
 )
 def down_kernel(
-    act,  # pointer, or with TMA a descriptor of [P, I]
-    w2,  # pointer, or with TMA a descriptor of [E, H, I]
+    act,  # pointer, or with X_TMA a descriptor of [P, I]
+    w2,  # pointer, or with W_TMA a descriptor of [E, 1, H, I]
     bias_ptr,
     out_ptr,
     topk_weights_ptr,  # None: the router weight was applied on the input
@@ -40,7 +40,8 @@ def down_kernel(
     stride_be,
     stride_bn,
     stride_zm,
-    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -68,39 +69,34 @@ def down_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = columns < hidden_size
 
-    ks = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if TMA:  # rows past the last are other experts' or undefined: each stays in its own row, and is not stored
-        for k in range(0, intermediate_size, BLOCK_K):
-            w = w2.load([expert, tile * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K)
-            acc = tl.dot(act.load([first, k]), w.T, acc, input_precision="ieee")
+    if X_TMA:
+        x = act
     else:
-        act_ptrs = act + rows.to(tl.int64)[:, None] * intermediate_size + ks[None, :]
-        w_ptrs = w2 + expert.to(tl.int64) * stride_we + columns.to(tl.int64)[None, :] * stride_wn + ks[:, None]
-        for k in range(0, intermediate_size, BLOCK_K):
-            k_mask = ks < intermediate_size - k
-            act_mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :]
-            w_mask = col_mask[None, :] if EVEN_K else col_mask[None, :] & k_mask[:, None]
-            h = tl.load(act_ptrs, mask=act_mask, other=0.0)
-            acc = tl.dot(h, tl.load(w_ptrs, mask=w_mask, other=0.0), acc, input_precision="ieee")
-            act_ptrs += BLOCK_K
-            w_ptrs += BLOCK_K
+        x = act + rows.to(tl.int64)[:, None] * intermediate_size + tl.arange(0, BLOCK_K)[None, :]
+    if W_TMA:
+        w = w2
+    else:
+        w = w2 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None] + columns.to(tl.int64)[None, :] * stride_wn
+    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
+        begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
+        tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
+        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
+    acc, _ = project(
+        x, first, row_mask, w, w, expert, tile, col_mask, intermediate_size,
+        1, False, X_TMA, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
+    )  # fmt: skip
     if WAIT_LATE:
         gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
 
     if z_ptr is not None:
-        row_tiles_ptr = tables_ptr + 4 + tl.cast(num_pairs, tl.int64)
-        begin = tl.load(row_tiles_ptr + 2 * rows.to(tl.int64), mask=row_mask, other=0)
-        end = tl.load(row_tiles_ptr + 2 * rows.to(tl.int64) + 1, mask=row_mask, other=0)
+        z_offsets = rows.to(tl.int64) * stride_zm
+        split_stride = tl.cast(num_pairs, tl.int64) * stride_zm
+        b_ptr, stride_bl = b2_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC
         b_offsets = columns.to(tl.int64) * stride_bn * VEC
         acc, _ = expand(
-            acc, acc, begin, end,
-            tl.load(row_tiles_ptr + 2 * first.to(tl.int64)), tl.load(row_tiles_ptr + 2 * last.to(tl.int64) - 1),
-            tables_ptr + tiles_at, tl.cdiv(max_rank, 16),
-            z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
-            b2_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
-            b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC,
+            acc, acc, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot, z_ptr, z_offsets, split_stride,
+            b_ptr, stride_bl, b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC, MODE,
         )  # fmt: skip
 
     if bias_ptr is not None:

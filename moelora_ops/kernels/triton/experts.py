@@ -160,7 +160,7 @@ class Plan:
             ),
             {
                 "ACTIVATION": call.activation, "GATED": call.gated, "INTERLEAVED": call.interleaved, "TOP_K": self.top_k,
-                "TMA": self.w13_descriptor, **constants, **self._gemm(tiles, self.hidden_size),
+                "W_TMA": self.w13_descriptor, **constants, **self._gemm(tiles, self.hidden_size),
             },
             device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -168,9 +168,10 @@ class Plan:
     def _down(self, call: Call, tables: Tensor, scratch: Tensor) -> Launch:
         tiles, w2 = self.tiles.down, call.w2
         constants, strides = self._expand(call.lora_b2, self.tiles.shrink2.splits, 1)
-        self.w2_descriptor = tiles.tma and _describable(w2) and self.intermediate_size * self.dtype.itemsize % 16 == 0
+        self.w2_descriptor = tiles.tma and _describable(w2)
+        self.act_descriptor = self.w2_descriptor and self.intermediate_size % 8 == 0 and tiles.act_tma
         weights_out = None if call.apply_router_weight_on_input else call.topk_weights
-        act = scratch if not self.w2_descriptor else self._describe_act(scratch)
+        act = self._describe_act(scratch) if self.act_descriptor else scratch
         return Launch(
             down_kernel,
             (self.sizes.num_expert_blocks * triton.cdiv(self.hidden_size, tiles.block_n),),
@@ -183,7 +184,7 @@ class Plan:
                 *self._sizes(), self.hidden_size, self.intermediate_size, w2.stride(0), w2.stride(1),
                 0 if call.w2_bias is None else call.w2_bias.stride(0), *strides,
             ),
-            {"TMA": self.w2_descriptor, **constants, **self._gemm(tiles, self.intermediate_size)},
+            {"X_TMA": self.act_descriptor, "W_TMA": self.w2_descriptor, **constants, **self._gemm(tiles, self.intermediate_size)},
             device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
@@ -211,8 +212,9 @@ class Plan:
         return TensorDescriptor(w13, shape, [expert, *strides, 1], [1, *block, tiles.block_k])
 
     def _describe_w2(self, call: Call) -> TensorDescriptor:
-        tiles = self.tiles.down
-        return TensorDescriptor(call.w2, list(call.w2.shape), list(call.w2.stride()), [1, tiles.block_n, tiles.block_k])
+        tiles, (expert, row, _) = self.tiles.down, call.w2.stride()
+        shape = [self.num_experts, 1, self.hidden_size, self.intermediate_size]
+        return TensorDescriptor(call.w2, shape, [expert, expert, row, 1], [1, 1, tiles.block_n, tiles.block_k])
 
     def _describe_act(self, act: Tensor) -> TensorDescriptor:
         tiles, width = self.tiles.down, self.intermediate_size
@@ -247,7 +249,7 @@ class Plan:
             self.shrink2(stream, act, call.lora_a2, z, tables, call.lora_ranks)
         rows = x.new_empty((self.num_pairs, self.hidden_size))
         self.down(
-            stream, self._describe_act(act) if self.w2_descriptor else act,
+            stream, self._describe_act(act) if self.act_descriptor else act,
             self._describe_w2(call) if self.w2_descriptor else call.w2, call.w2_bias, rows,
             None if call.apply_router_weight_on_input else call.topk_weights, z, call.lora_b2,
             None if z is None else call.lora_ranks, tables,

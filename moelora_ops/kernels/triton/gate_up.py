@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import expand
-from ._gemm import load_block, locate
+from ._expand import MODE, WIDTH, expand, tile_columns
+from ._gemm import load_block, load_row_tiles, locate, project
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constex
 )
 def gate_up_kernel(
     x_ptr,
-    w13,  # pointer, or with TMA a descriptor of [E, 2, I, H] (interleaved: [E, I, 2, H])
+    w13,  # pointer, or with W_TMA a descriptor of [E, 2, I, H] (interleaved: [E, I, 2, H])
     bias_ptr,
     act_ptr,
     topk_weights_ptr,  # not None: the router weight is applied on the input
@@ -69,7 +69,7 @@ def gate_up_kernel(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOP_K: tl.constexpr,
-    TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -103,57 +103,34 @@ def gate_up_kernel(
         gate_columns = gate_columns * 2
         up_columns = gate_columns + 1
 
-    ks = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * stride_xm + ks[None, :]
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if TMA:
-        for k in range(0, hidden_size, BLOCK_K):
-            x_mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & (ks < hidden_size - k)[None, :]
-            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-            if INTERLEAVED:
-                w = w13.load([expert, tile * BLOCK_N, 0, k]).reshape(BLOCK_N, BLOCK_K)
-            else:
-                w = w13.load([expert, 0, tile * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K)
-            gate = tl.dot(x, w.T, gate, input_precision="ieee")
-            if GATED:
-                if INTERLEAVED:
-                    w = w13.load([expert, tile * BLOCK_N, 1, k]).reshape(BLOCK_N, BLOCK_K)
-                else:
-                    w = w13.load([expert, 1, tile * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K)
-                up = tl.dot(x, w.T, up, input_precision="ieee")
-            x_ptrs += BLOCK_K
+    x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
+    if W_TMA:
+        w, w1 = w13, w13
     else:
-        w_ptr = w13 + expert.to(tl.int64) * stride_we
-        gate_ptrs = w_ptr + gate_columns[None, :] * stride_wn + ks[:, None]
-        up_ptrs = w_ptr + up_columns[None, :] * stride_wn + ks[:, None]
-        for k in range(0, hidden_size, BLOCK_K):
-            k_mask = ks < hidden_size - k
-            x_mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :]
-            w_mask = col_mask[None, :] if EVEN_K else col_mask[None, :] & k_mask[:, None]
-            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-            gate = tl.dot(x, tl.load(gate_ptrs, mask=w_mask, other=0.0), gate, input_precision="ieee")
-            if GATED:
-                up = tl.dot(x, tl.load(up_ptrs, mask=w_mask, other=0.0), up, input_precision="ieee")
-            x_ptrs += BLOCK_K
-            gate_ptrs += BLOCK_K
-            up_ptrs += BLOCK_K
+        w_ptr = w13 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None]
+        w = w_ptr + gate_columns[None, :] * stride_wn
+        w1 = w_ptr + up_columns[None, :] * stride_wn
+    num_slices: tl.constexpr = 2 if GATED else 1
+    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
+        begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
+        tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
+        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
+    gate, up = project(
+        x_ptrs, 0, row_mask, w, w1, expert, tile, col_mask, hidden_size,
+        num_slices, INTERLEAVED, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
+    )  # fmt: skip
     if WAIT_LATE:
         gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
 
     if z_ptr is not None:
-        row_tiles_ptr = tables_ptr + 4 + tl.cast(num_pairs, tl.int64)
-        begin = tl.load(row_tiles_ptr + 2 * rows.to(tl.int64), mask=row_mask, other=0)
-        end = tl.load(row_tiles_ptr + 2 * rows.to(tl.int64) + 1, mask=row_mask, other=0)
+        z_offsets = rows.to(tl.int64) * stride_zm
+        split_stride = tl.cast(num_pairs, tl.int64) * stride_zm
+        b_ptr, stride_bl = b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC
         gate, up = expand(
-            gate, up, begin, end,
-            tl.load(row_tiles_ptr + 2 * first.to(tl.int64)), tl.load(row_tiles_ptr + 2 * last.to(tl.int64) - 1),
-            tables_ptr + tiles_at, tl.cdiv(max_rank, 16),
-            z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
-            b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
-            gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
-            2 if GATED else 1, SPLITS, VEC,
+            gate, up, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot, z_ptr, z_offsets, split_stride,
+            b_ptr, stride_bl, gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
+            num_slices, SPLITS, VEC, MODE,
         )  # fmt: skip
 
     if topk_weights_ptr is not None:
