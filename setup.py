@@ -72,7 +72,7 @@ def extensions(root):
             Extension(
                 "moelora_ops._C_cuda",
                 sorted(glob("csrc/cuda/*.cu")),
-                depends=glob("csrc/cuda/*.cuh"),
+                depends=[*glob("csrc/cuda/*.cuh"), *glob("csrc/cuda/*.h")],
                 language="c++",
                 py_limited_api=True,
                 optional=os.environ.get("MOELORA_REQUIRE_CUDA") != "1",

@@ -41,7 +41,7 @@ def routing_of(inputs):
     sizes = RoutingSizes.of(case.num_pairs, case.num_experts, case.max_loras, case.max_lora_rank, 16, 16)
     names = ("topk_ids", "token_lora_mapping", "lora_ranks", "adapter_enabled", "expert_map")
     tables = inputs.topk_ids.new_empty(sizes.size, dtype=torch.int32)
-    launcher("route").launch(**{name: getattr(inputs, name) for name in names}, tables=tables, sizes=sizes)
+    launcher("route").triton_route(**{name: getattr(inputs, name) for name in names}, tables=tables, sizes=sizes)
 
 
 def sorts_of_any_size():

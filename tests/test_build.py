@@ -47,7 +47,7 @@ def test_triton_sorts_compile_once_for_all_batches(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which(os.environ.get("NVCC", "nvcc")) is None, reason="needs nvcc, the CUDA compiler")
 def test_cuda_sources_compile_without_warnings(tmp_path: Path) -> None:
-    """Each .cu compiles for every target with all warnings as errors, and its kernels spill nothing."""
+    """Each .cu compiles for every target with all warnings as errors, and none of its kernels spills."""
     nvcc = os.environ.get("NVCC", "nvcc")
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     assert sources
@@ -60,5 +60,5 @@ def test_cuda_sources_compile_without_warnings(tmp_path: Path) -> None:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
         spills = [line for line in done.stderr.splitlines() if "spill stores" in line]
-        assert len(spills) == len(CAPABILITIES) * 2
+        assert len(spills) >= len(CAPABILITIES) * 3
         assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills

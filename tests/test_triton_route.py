@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moelora_ops.kernels import native
 from moelora_ops.kernels.triton import _sort
-from moelora_ops.kernels.triton.route import launch, route
-from moelora_ops.routing import Routing, RoutingSizes
+from moelora_ops.kernels.triton.route import route
+from moelora_ops.routing import Routing
 from moelora_ops.testing.cases import CASES, Case, Inputs
 from moelora_ops.testing.routing_tables import Tables, assert_tables, expected_tables
 from moelora_ops.testing.strategies import cases, seeds
@@ -27,8 +28,8 @@ LONG = LONG.like(hidden_size=1, intermediate_size=1, max_lora_rank=40, ranks=(40
 
 
 @pytest.fixture(autouse=True, scope="module")
-def poisoned_allocations():
-    """The buffer and scratch start as garbage, so that an entry nobody writes shows."""
+def triton_on_poisoned_allocations():
+    """Triton serves on any device; the buffer and scratch start as garbage, so that an entry nobody writes shows."""
     new_empty = Tensor.new_empty
 
     def garbage(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -37,6 +38,7 @@ def poisoned_allocations():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "new_empty", garbage)
+        patch.setattr(native, "_ROUTE", None)
         yield
 
 
@@ -48,18 +50,9 @@ def arguments(inputs: Inputs, block_m: int, segment_m: int) -> dict[str, Any]:
     return {**given, **sizes, "block_m": block_m, "segment_m": segment_m}
 
 
-def triton_route(**kwargs: Any) -> Routing:
-    """`route` by the Triton kernels, whatever else there is."""
-    names = ("num_experts", "max_loras", "max_rank", "block_m", "segment_m")
-    sizes = RoutingSizes.of(kwargs["topk_ids"].numel(), *(kwargs.pop(name) for name in names))
-    tables = kwargs["topk_ids"].new_empty(sizes.size, dtype=torch.int32)
-    launch(**kwargs, tables=tables, sizes=sizes)
-    return Routing(tables, sizes)
-
-
 def check(inputs: Inputs, block_m: int, segment_m: int, **changes: Any) -> Routing:
     kwargs = {**arguments(inputs, block_m, segment_m), **changes}
-    routing = (triton_route if kwargs["topk_ids"].numel() else route)(**kwargs)
+    routing = route(**kwargs)
     assert_tables(routing, expected_tables(**kwargs))
     return routing
 

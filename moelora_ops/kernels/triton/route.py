@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...routing import ORDER_AT, Routing, RoutingSizes
+from .. import native
 from . import _sort
-from ._common import gdc_launch, gdc_wait, on_device, pdl_options
+from ._common import gdc_launch, gdc_wait, has_pdl, on_device, pdl_options
 from ._sort import chunk_bounds, column_sums, pair_experts, pair_slots, take_positions, zero_row
 
 _SIZES = ["num_pairs", "top_k", "num_experts", "num_global_experts", "max_loras", "num_chunks", "chunk_pairs"]
@@ -207,12 +208,18 @@ def route(
     tables = topk_ids.new_empty(sizes.size, dtype=torch.int32)
     if sizes.num_pairs == 0:
         tables.zero_()
-    else:
-        launch(topk_ids, token_lora_mapping, lora_ranks, adapter_enabled, expert_map, tables, sizes)
+        return Routing(tables, sizes)
+    topk_ids, token_lora_mapping = topk_ids.contiguous(), token_lora_mapping.contiguous()
+    lora_ranks = None if lora_ranks is None else lora_ranks.contiguous()
+    adapter_enabled = None if adapter_enabled is None else adapter_enabled.contiguous()
+    expert_map = None if expert_map is None else expert_map.contiguous()
+    inputs = (topk_ids, token_lora_mapping, lora_ranks, adapter_enabled, expert_map)
+    if not native.route(*inputs, tables, sizes, dependent=has_pdl(topk_ids.device)):
+        triton_route(*inputs, tables, sizes)
     return Routing(tables, sizes)
 
 
-def launch(
+def triton_route(
     topk_ids: Tensor,
     token_lora_mapping: Tensor,
     lora_ranks: Tensor | None,
@@ -252,7 +259,7 @@ def launch(
             keys,
             counts,
             work,
-            None if lora_ranks is None else lora_ranks.contiguous(),
+            lora_ranks,
             tables,
             sizes.num_pairs,
             sizes.num_experts,

@@ -1,0 +1,82 @@
+// The C entry of route, called by kernels/native.py through ctypes: no torch, no allocation, one launch.
+#include "route.cuh"
+
+#include "launch.h"
+
+using namespace moelora;
+
+namespace {
+
+enum RouteFlags { kWideIds = 1, kWideMapping = 2, kWideEnabled = 4, kWideMap = 8, kDependent = 16 };
+
+constexpr int kNotServed = -1;
+
+}  // namespace
+
+// Mirrored by native.py. Sizes and sections are those of RoutingSizes in routing.py.
+struct RouteArgs {
+  const void* topk_ids;            // [P]
+  const void* token_lora_mapping;  // [T]
+  const void* adapter_enabled;     // [>= L], or null
+  const void* expert_map;          // [global experts], or null
+  const int32_t* lora_ranks;       // [L], or null
+  int32_t* tables;
+  int32_t num_pairs;  // at least 1
+  int32_t top_k;
+  int32_t num_experts;  // at least 1
+  int32_t num_global_experts;
+  int32_t max_loras;
+  int32_t rank_tiles;
+  int32_t block_m;
+  int32_t segment_m;
+  int32_t num_expert_blocks;
+  int32_t num_segment_blocks;
+  int32_t num_tiles;
+  int32_t flags;
+};
+
+// Launches on `stream` of the current device. Returns 0, a cudaError_t, or -1 where this device or these sizes are not served.
+extern "C" __attribute__((visibility("default"))) int moelora_route(const RouteArgs* args, void* stream) {
+  const Device device = current_device();
+  const int64_t num_keys = static_cast<int64_t>(args->num_experts) * (args->max_loras + int64_t{1});
+  if (device.shared == 0 || num_keys > INT32_MAX || args->num_tiles < 0) return kNotServed;
+
+  RouteProblem problem{};
+  problem.pairs.topk_ids = {args->topk_ids, (args->flags & kWideIds) != 0};
+  problem.pairs.token_lora_mapping = {args->token_lora_mapping, (args->flags & kWideMapping) != 0};
+  if (args->max_loras > 0) problem.pairs.adapter_enabled = {args->adapter_enabled, (args->flags & kWideEnabled) != 0};
+  problem.pairs.expert_map = {args->expert_map, (args->flags & kWideMap) != 0};
+  problem.pairs.top_k = Divisor(args->top_k);
+  problem.pairs.num_pairs = args->num_pairs;
+  problem.pairs.num_experts = args->num_experts;
+  problem.pairs.num_global_experts = args->num_global_experts;
+  problem.pairs.max_loras = args->max_loras;
+  problem.lora_ranks = args->lora_ranks;
+  problem.rank_tiles = args->rank_tiles;
+  problem.per_expert = Divisor(args->max_loras + 1);
+  problem.block_m = Divisor(args->block_m);
+  problem.segment_m = Divisor(args->segment_m);
+  const int64_t num_pairs = args->num_pairs;
+  problem.tables.counts = args->tables;
+  problem.tables.order = problem.tables.counts + 4;
+  problem.tables.row_tiles = problem.tables.order + num_pairs;
+  problem.tables.expert_blocks = problem.tables.row_tiles + num_pairs * 2;
+  problem.tables.segment_blocks = problem.tables.expert_blocks + static_cast<int64_t>(args->num_expert_blocks) * 3;
+  problem.tables.tiles = problem.tables.segment_blocks + static_cast<int64_t>(args->num_segment_blocks) * 4;
+
+  const bool dependent = (args->flags & kDependent) != 0;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (num_pairs <= 32) return launch<route_warp>(device, problem, 1, 32, 32 * sizeof(int), dependent, cuda_stream);
+  const bool narrow = std::max(args->num_pairs, args->num_tiles) < 65536;
+  const auto size = [&](const SortPlan& plan) {
+    Carver carver{nullptr, 0};
+    if (narrow) RouteShared<uint16_t>(carver, plan, args->num_experts, args->max_loras);
+    else RouteShared<int32_t>(carver, plan, args->num_experts, args->max_loras);
+    return carver.bytes;
+  };
+  const size_t bytes = plan_sort(device, num_pairs, num_keys, num_pairs <= kOneCtaPairs, size, &problem.plan);
+  if (bytes == 0) return kNotServed;
+  const int ctas = problem.plan.ctas;
+  if (narrow) return launch<route_cluster<uint16_t>>(device, problem, ctas, kThreads, bytes, dependent, cuda_stream);
+  return launch<route_cluster<int32_t>>(device, problem, ctas, kThreads, bytes, dependent, cuda_stream);
+}
