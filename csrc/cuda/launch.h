@@ -44,7 +44,7 @@ size_t plan_sort(const Device& device, int64_t num_pairs, int64_t num_keys, bool
     if (left < 0) continue;
     plan.warps = static_cast<int>(std::min({int64_t{kWarps}, 1 + left / row, ceil_div(num_pairs, 32 * ctas)}));
     plan.chunk = static_cast<int>(ceil_div(ceil_div(num_pairs, ctas * plan.warps), 32) * 32);
-    if (std::min<int64_t>(num_pairs, static_cast<int64_t>(plan.warps) * plan.chunk) > kMaxPairsOfCta) continue;
+    if (plan.chunk > kMaxChunk || std::min<int64_t>(num_pairs, int64_t{plan.warps} * plan.chunk) > kMaxPairsOfCta) continue;
     if (bytes == 0 || plan.chunk < best->chunk) *best = plan, bytes = size(plan);
   }
   return bytes;

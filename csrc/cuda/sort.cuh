@@ -15,10 +15,11 @@ namespace moelora {
 
 constexpr int kThreads = 512;  // 1024 leave 64 registers, and spill
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxCtas = 8;  // the largest cluster that every device offers
+constexpr int kMaxCtas = 8;            // the largest cluster that every device offers
+constexpr int kOneCtaPairs = 512;      // one CTA up to here, without the barriers of a cluster
 constexpr int kMaxPairsOfCta = 65535;  // counters are 16 bits wide
-constexpr int kOneCtaPairs = 512;  // one CTA up to here, without the barriers of a cluster
-constexpr int kRounds = 4;   // a lane keeps this many pairs in registers between count and place
+constexpr int kMaxChunk = 4096;  // pairs of a warp: where keys leave room for few warps, two launches of many CTAs are faster
+constexpr int kRounds = 4;       // a lane keeps this many pairs in registers between count and place
 constexpr int kGroup = kRounds * 32;
 
 // How one cluster shares the pairs: warp w of CTA c takes pairs from (c * warps + w) * chunk on.

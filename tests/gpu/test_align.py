@@ -1,4 +1,4 @@
-"""The sorts on the GPU at real sizes: CUDA C++ and Triton align, and route, equal plain torch in every bit."""
+"""Align on the GPU at real sizes: CUDA C++ and Triton equal plain torch in every bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 from moelora_ops import reference
 from moelora_ops.kernels import native
 from moelora_ops.kernels.triton import align as triton_align
-from moelora_ops.kernels.triton.route import route
-from moelora_ops.routing import Routing, max_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -40,6 +38,17 @@ SIZES = [
     (3000, 1, 1, 1025, 7),
     (100_000, 8, 128, 8, 128),
     (100_000, 8, 2500, 8, 64),
+    # around the borders of one CTA, one cluster, 16-bit indices, and two launches
+    (64, 8, 128, 8, 8),
+    (65, 8, 128, 8, 8),
+    (2049, 8, 128, 8, 64),
+    (8191, 8, 16, 4, 64),
+    (8192, 8, 128, 8, 16),
+    (12_000, 8, 128, 8, 64),
+    (65_000, 8, 32, 2, 128),
+    (512, 8, 256, 64, 16),
+    (40, 8, 512, 64, 1),
+    (300, 7, 333, 11, 37),
 ]
 POISON = 0x5A5A5A5A
 
@@ -159,76 +168,3 @@ def capture(function: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
     with torch.cuda.graph(graph):
         result = function()
     return result, graph
-
-
-def expected_tables(
-    expert: Tensor, slot: Tensor, max_loras: int, block_m: int, segment_m: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(order, row_lora, segment_end) and (expert_blocks, segment_blocks) of the valid pairs, by a stable sort in torch."""
-    key = torch.where(expert >= 0, expert * (max_loras + 1) + slot + 1, torch.iinfo(torch.int64).max)
-    key, order = key.sort(stable=True)
-    valid = int((expert >= 0).sum())
-    key, order = key[:valid], order[:valid]
-    row_expert, row_lora = key // (max_loras + 1), key % (max_loras + 1) - 1
-    columns, tables = [order, row_lora], []
-    for group, block, names in ((row_expert, block_m, [row_expert]), (key, segment_m, [row_expert, row_lora])):
-        row = torch.arange(valid, device=key.device)
-        first, end = torch.searchsorted(group, group), torch.searchsorted(group, group, right=True)
-        opens = (row - first) % block == 0
-        if len(names) == 2:
-            columns.append(end)
-            opens &= row_lora >= 0
-        tables.append(torch.stack([*names, row, torch.minimum(row + block, end)], 1)[opens])
-    return columns, tables
-
-
-@pytest.mark.parametrize("skew", [False, True], ids=["spread", "skewed"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_route_equals_a_stable_sort(size: tuple[int, ...], skew: bool) -> None:
-    """Rows and both block tables at every size."""
-    num_tokens, top_k, num_experts, max_loras, block_m = size
-    topk_ids, mapping = random_ids(num_tokens, top_k, num_experts, max_loras, skew=skew)
-    poison_free_memory()
-    got = route_of(topk_ids, mapping, num_experts, max_loras, block_m)
-    check_route(got, topk_ids, mapping, num_experts, max_loras)
-
-
-def route_of(topk_ids: Tensor, mapping: Tensor, num_experts: int, max_loras: int, block_m: int) -> Routing:
-    sizes = {"num_experts": num_experts, "max_loras": max_loras, "block_m": block_m, "segment_m": 16}
-    return route(topk_ids, mapping, adapter_enabled=None, expert_map=None, **sizes)
-
-
-def check_route(got: Routing, topk_ids: Tensor, mapping: Tensor, num_experts: int, max_loras: int) -> None:
-    num_pairs = topk_ids.numel()
-    slot = reference.pair_slots(mapping, topk_ids.shape[1], max_loras, None)
-    expert = reference.pair_experts(topk_ids, num_experts, None)
-    columns, tables = expected_tables(expert, slot, max_loras, got.block_m, got.segment_m)
-    for name, want in zip(("order", "row_lora", "segment_end"), columns):
-        assert torch.equal(getattr(got, name)[: len(want)].long(), want), name
-    segment_capacity = max_blocks(num_pairs, num_experts * max_loras, got.segment_m) if max_loras else 0
-    capacities = (max_blocks(num_pairs, num_experts, got.block_m), segment_capacity)
-    rests = ([-1, 0, 0], [-1, -1, 0, 0])
-    for name, want, capacity, rest in zip(("expert_blocks", "segment_blocks"), tables, capacities, rests):
-        table = getattr(got, name).long()
-        assert len(table) == capacity >= len(want), name
-        assert torch.equal(table[: len(want)], want), name
-        assert (table[len(want) :] == torch.tensor(rest, device="cuda")).all(), name
-
-
-@pytest.mark.parametrize("num_tokens", [1, 32, 2048])
-def test_route_replays_with_changed_inputs(num_tokens: int) -> None:
-    """Three routings in one graph, overlapping where the device launches dependents early, follow their inputs."""
-    inputs = [without_adapters(num_tokens) for _ in range(3)]
-    routings, graph = capture(lambda: [route_of(*ids, 128, 8, 16) for ids in inputs])
-    for replay in range(4):
-        for i, (topk_ids, mapping) in enumerate(inputs):
-            new_ids, new_mapping = random_ids(num_tokens, 8, 128, 8, seed=10 * replay + i)
-            topk_ids.copy_(new_ids)
-            mapping.copy_(new_mapping)
-            for tensor in (routings[i].order, routings[i].row_lora, routings[i].segment_end):
-                tensor.fill_(POISON)
-            for table in (routings[i].expert_blocks, routings[i].segment_blocks):
-                table.fill_(POISON)
-        graph.replay()
-        for routing, ids in zip(routings, inputs):
-            check_route(routing, *ids, 128, 8)
