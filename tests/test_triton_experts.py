@@ -167,7 +167,9 @@ def test_scratch_is_bounded_by_pairs(poisoned_scratch: list[Tensor]) -> None:
     launch(inputs)
     shapes = [tuple(t.shape) for t in poisoned_scratch]
     p, rank = case.num_pairs, case.max_lora_rank
-    assert shapes == [(1, p, 2 * rank), (p, case.intermediate_size), (1, p, rank), (p, case.hidden_size)]
+    scratch = [(1, p, 2 * rank), (p, case.intermediate_size), (1, p, rank), (p, case.hidden_size)]
+    assert shapes[-5:-1] == scratch and shapes[-1] == (case.num_tokens, case.hidden_size)
+    assert shapes[:-5] in ([], [(16,)])  # what a plan is compiled with
 
 
 def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +181,21 @@ def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> 
         config.Experts(wide, wide, shrink, shrink, segment_m=16, combine_n=64),
     ):
         monkeypatch.setattr(config, "experts", lambda problem, device, tiles=tiles: tiles)
+        monkeypatch.setattr(experts, "_PLANS", {})
         check(case)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("group_m", [1, 3])
+def test_copy_engine(interleaved: bool, group_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and act by descriptors, in grouped order, at sizes that no tile divides."""
+    gemms = (config.Gemm(16, n, 32, 4, 2, group_m, True) for n in (16, 32))
+    tiles = config.Experts(*gemms, config.Shrink(32, 1, 4, 2), config.Shrink(32, 1, 4, 2), segment_m=16, combine_n=256)
+    monkeypatch.setattr(config, "experts", lambda problem, device: tiles)
+    monkeypatch.setattr(experts, "_PLANS", {})
+    case = TINY.like(
+        num_tokens=20, top_k=2, hidden_size=72, intermediate_size=40, max_loras=3, max_lora_rank=24, ranks=(3, 24, 16),
+        interleaved=interleaved, dtype=torch.float16,
+    )  # fmt: skip
+    check(case)
+    assert all(plan.w13_descriptor and plan.w2_descriptor and plan.act_descriptor for plan in experts._PLANS.values())

@@ -196,30 +196,32 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     if problem.dtype == torch.float32:  # full precision has no tensor cores: small tiles, made to be exact, not fast
         block_m = 16 if problem.num_pairs <= 16 * problem.num_experts else 32
         gemm = Gemm(block_m, 32, 32, 4, 2)
-        yield _experts(problem, gemm, gemm, segment_m=16, shrink_k=32)
+        yield _experts(problem, gemm, gemm, shrink_k=32)
         return
     # Rows an expert gets on average decide: below 8 the bytes of the weights are everything and rows are padding; a tile of
     # twice the average keeps most experts in one block, so that their weights are read once.
     rows = problem.num_pairs / problem.num_experts
-    if rows > 64:  # T = 2048; twice these widths spill around the expand (ptxas, sm_90: 1.8 and 3.8 KB a thread)
+    if rows > 64:  # H200: 5 % slower with one stage less at T = 2048, 3 % faster at T = 8192
+        for stages in (4, 3, 2) if rows <= 256 else (3, 2):
+            gate_up, down = Gemm(128, 128, 64, 8, stages, 8, True), Gemm(128, 256, 64, 8, stages, 8, True)
+            yield _experts(problem, gate_up, down, segment_m=32 if rows <= 256 else 64, shrink_k=128 if rows <= 256 else 64)
+    if rows > 16:
         for stages in (4, 3, 2):
-            yield _experts(problem, Gemm(128, 64, 64, 8, stages), Gemm(128, 128, 64, 8, stages), segment_m=64, shrink_k=64)
-    if rows > 16:  # T = 512
-        for stages in (4, 3):
-            yield _experts(problem, Gemm(64, 64, 64, 4, stages), Gemm(64, 64, 64, 4, stages), segment_m=32, shrink_k=64)
+            yield _experts(problem, Gemm(64, 64, 64, 4, stages, 1, True), Gemm(64, 128, 64, 4, stages, 1, True))
     for block_m, at_least in ((32, 8), (16, 0)):  # decode: wide K tiles keep enough bytes in flight
         if rows > at_least:
-            for stages in (4, 3, 2):
-                gemm = Gemm(block_m, 64, 128, 4, stages)
-                yield _experts(problem, gemm, gemm, segment_m=16, shrink_k=128)
+            for stages in (3, 2):
+                gemm = Gemm(block_m, 64, 128, 4, stages, 1, True)
+                yield _experts(problem, gemm, gemm)
     gemm = Gemm(16, 32, 64, 4, 2)
-    yield _experts(problem, gemm, gemm, segment_m=16, shrink_k=64)
+    yield _experts(problem, gemm, gemm, shrink_k=64)
 
 
-def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int, shrink_k: int) -> Experts:
+def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int = 16, shrink_k: int = 128) -> Experts:
     wide = gate_up.block_m >= MIN_WGMMA_M  # `is_valid` says why it has no splits
     splits = [1 if wide else _splits(problem, k, shrink_k) for k in (problem.in_features, problem.out_features)]
-    shrink13, shrink2 = (Shrink(shrink_k, s, 4, gate_up.num_stages) for s in splits)
+    warps = 2 if segment_m == 16 else 4  # H200, T = 32: 13.0 us with 2 warps, 14.1 with 4
+    shrink13, shrink2 = (Shrink(shrink_k, s, warps, min(4, gate_up.num_stages + 1)) for s in splits)
     # One token has few programs to share its sum; many tokens have enough.
     return Experts(gate_up, down, shrink13, shrink2, segment_m, combine_n=256 if problem.num_pairs <= 256 else 1024)
 
@@ -227,6 +229,7 @@ def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int, shr
 def _splits(problem: Problem, in_features: int, block_k: int) -> int:
     """Splits of K: a segment block is one program, and a few of them in serial loops over K leave most of the device idle."""
     wanted = next((s for pairs, s in ((16, 8), (64, 4), (256, 2)) if problem.num_pairs <= pairs), 1)
+    wanted = wanted if in_features > 1024 else min(wanted, 2)  # H200, I = 768: 3.5 us with 2, 3.8 with 4 (T = 8)
     return max(1, min(wanted, in_features // block_k))
 
 

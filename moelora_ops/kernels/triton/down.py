@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import MODE, WIDTH, expand, tile_columns
+from ._expand import WIDTH, expand, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -96,7 +96,7 @@ def down_kernel(
         b_offsets = columns.to(tl.int64) * stride_bn * VEC
         acc, _ = expand(
             acc, acc, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot, z_ptr, z_offsets, split_stride,
-            b_ptr, stride_bl, b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC, MODE,
+            b_ptr, stride_bl, b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC,
         )  # fmt: skip
 
     if bias_ptr is not None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import MODE, WIDTH, expand, tile_columns
+from ._expand import WIDTH, expand, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -130,7 +130,7 @@ def gate_up_kernel(
         gate, up = expand(
             gate, up, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot, z_ptr, z_offsets, split_stride,
             b_ptr, stride_bl, gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
-            num_slices, SPLITS, VEC, MODE,
+            num_slices, SPLITS, VEC,
         )  # fmt: skip
 
     if topk_weights_ptr is not None:
