@@ -35,7 +35,7 @@ CASES = [
 
 
 LAYER_KERNELS = {"shrink_kernel", "gate_up_kernel", "down_kernel", "combine_kernel"}
-DELTA_KERNELS = {"delta_shrink_kernel", "delta_expand_kernel"}
+DELTA_KERNELS = {"delta_kernel"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -46,7 +46,7 @@ def test_compiles_and_fits(case: tuple[Any, ...]) -> None:
     for entry in report:
         assert entry["shared"] <= SHARED_MEMORY[case[0]], entry
         assert entry["spill_bytes"] <= 64, entry  # a few scalars; a tile that does not fit costs kilobytes
-        assert entry["waits"] == (1 if case[0] >= 90 else 0), entry
+        assert (entry["waits"] > 0) == (case[0] >= 90), entry
         assert not entry["wgmma_from_registers"], entry  # ptxas before 13.3 may overwrite them too early (config.is_valid)
 
 
@@ -54,7 +54,7 @@ def test_number_of_variants_is_a_small_constant() -> None:
     """All batch sizes from 1 to 512, whatever the alignment of their views, need a handful of compiled kernels."""
     few = _run_script("variants", [1, 4, 16, 64, 128, 256, 512])
     assert few == _run_script("variants", [*range(1, 40), 100, 129, 200, 257, 400, 511])
-    assert max(few.values()) <= 10, few
+    assert max(few.values()) <= 16, few
 
 
 def _run_script(*arguments: Any) -> Any:
@@ -74,23 +74,22 @@ def _target(capability: int) -> None:
     from aot_compile import CompileOnlyDriver
 
     from moelora_ops.kernels import config
-    from moelora_ops.kernels.triton import delta, experts
+    from moelora_ops.kernels.triton import _launch, delta, experts
 
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     pdl = {"launch_pdl": True} if capability >= 90 else {}
-    for module in (delta, experts):
-        module.pdl_options = lambda device: pdl  # type: ignore[attr-defined]
+    delta.pdl_options = lambda device: pdl  # type: ignore[assignment]
+    for module in (_launch, experts):
+        module.has_pdl = lambda device: bool(pdl)  # type: ignore[attr-defined]
     config.describe = lambda device: config.Device("target", SHARED_MEMORY[capability])  # type: ignore[assignment]
+    _launch.Launch.__call__ = lambda *_: None  # type: ignore[method-assign]  # it was compiled when it was made
     experts.route = _routing  # type: ignore[attr-defined]  # its kernels have tests of their own
 
 
-def _routing(topk_ids: torch.Tensor, *_: Any, num_experts: int, max_loras: int, block_m: int, segment_m: int, **__: Any) -> Any:
-    from moelora_ops.routing import Routing, max_blocks
+def _routing(topk_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+    from types import SimpleNamespace
 
-    pairs = topk_ids.numel()
-    blocks = max_blocks(pairs, num_experts, block_m), max_blocks(pairs, num_experts * max_loras, segment_m)
-    tables = (topk_ids.new_empty((n, width), dtype=torch.int32) for n, width in zip(blocks, (3, 4)))
-    return Routing(*(topk_ids.new_empty(pairs, dtype=torch.int32) for _ in range(3)), *tables, block_m, segment_m)
+    return SimpleNamespace(tables=topk_ids.new_empty(16))
 
 
 def _call_both_ops(num_tokens: int, dtype: torch.dtype, model: str, rank: int, *, start: int = 0) -> None:
