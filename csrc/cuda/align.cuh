@@ -1,8 +1,8 @@
 // Align: the pairs of each adapter slot, grouped by expert and padded to whole blocks, in one launch. Torch-free device code.
 //
-// The sort of sort.cuh with key = slot * E + expert. The outputs are filled with their sentinels while the first ids are on their
-// way; the barrier of the sort stands between that and the pairs, which are written over it. The pair that opens a block writes
-// the block's expert.
+// The sort of sort.cuh with key = slot * E + expert. The outputs are filled with their sentinels while the first ids are on
+// their way; the barrier of the sort stands between that and the pairs, which are written over it. The pair that opens a block
+// writes the block's expert.
 #pragma once
 
 #include "sort.cuh"
@@ -59,7 +59,7 @@ struct AlignShared : SortShared {
 
 // This CTA's share of setting `count` values, 16 bytes at a time: `values` comes from an allocator, so it is aligned.
 __device__ inline void fill(int32_t* values, int64_t count, int32_t value, int ctas) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, threads = static_cast<int64_t>(ctas) * kThreads;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, threads = ctas * kThreads;
   const int64_t wide = count / 4;
   for (int64_t i = thread; i < wide; i += threads) reinterpret_cast<int4*>(values)[i] = int4{value, value, value, value};
   for (int64_t i = wide * 4 + thread; i < count; i += threads) values[i] = value;

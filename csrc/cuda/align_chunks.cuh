@@ -1,7 +1,7 @@
 // Align in two launches, for devices without clusters and for sizes that do not fit the shared memory of one. Torch-free.
 //
-// A stable counting sort with key = slot * E + expert, linear in pairs and keys. Pairs are cut into chunks of consecutive pairs,
-// one CTA each:
+// A stable counting sort with key = slot * E + expert, linear in pairs and keys. Pairs are cut into chunks of consecutive
+// pairs, one CTA each:
 //
 //   align_count   keys[p] of each pair, counts[chunk][key]; further CTAs fill the outputs with their sentinels
 //   align_place   a pair's position in its group = pairs of that key in earlier chunks (a column sum of counts)
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(kChunkThreads) align_place(const ChunkedAlign 
   place_groups(a, chunk, cursors, first_blocks);
 
   if (chunk == 0) {
-    for (int slot = threadIdx.x; slot < a.problem.pairs.max_loras; slot += kChunkThreads) a.problem.put_length(slot, first_blocks);
+    const int max_loras = a.problem.pairs.max_loras;
+    for (int slot = threadIdx.x; slot < max_loras; slot += kChunkThreads) a.problem.put_length(slot, first_blocks);
   }
 
   for (int64_t first = a.first_pair(chunk); first < a.last_pair(chunk); first += kChunkThreads) {

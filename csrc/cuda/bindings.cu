@@ -21,8 +21,8 @@ using torch::stable::Tensor;
 using moelora::ceil_div;
 
 constexpr int64_t kMaxChunks = 64;  // every place CTA reads all counts: 64 chunks of 1024 keys are 256 KB of L2 reads
-constexpr int64_t kOneCtaFill = 8192;        // elements of the outputs that one CTA fills in about the time of a cluster's barriers
-constexpr int64_t kClusterFill = 1 << 20;    // 4 MB: beyond, a second launch costs less than filling from 8 CTAs
+constexpr int64_t kOneCtaFill = 8192;     // elements of the outputs, filled by one CTA in the time of a cluster's barriers
+constexpr int64_t kClusterFill = 1 << 20;  // 4 MB: beyond, a second launch costs less than filling from 8 CTAs
 
 Tensor empty_int32(const Tensor& like, std::initializer_list<int64_t> size) {
   return torch::stable::new_empty(like, size, ScalarType::Int);

@@ -11,8 +11,8 @@ __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol
 // Let the next kernel start. After the wait: then this kernel vouches for everything before it.
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// The two halves of a barrier of all threads of the cluster: what was written before arriving, in global and in any CTA's shared
-// memory, is visible after waiting.
+// The two halves of a barrier of all threads of the cluster: what was written before arriving, in global memory and in any
+// CTA's shared memory, is visible after waiting.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
