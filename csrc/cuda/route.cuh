@@ -1,8 +1,8 @@
 // Route: the pairs by (expert, adapter) and the tables of the kernels that read them, in one launch. Torch-free device code.
 //
 // The sort of sort.cuh with key = expert * (L + 1) + slot + 1. Everything but `order` follows from the first rows of the keys,
-// so threads write it row by row: the key of a row is found by bisection, and the row that opens a block or a segment writes its
-// entry. Up to 32 pairs are one warp's work, by comparison of all with all.
+// so threads write it row by row: the key of a row is found by bisection, and the row that opens a block or a segment writes
+// its entry. Up to 32 pairs are one warp's work, by comparison of all with all.
 #pragma once
 
 #include "sort.cuh"
