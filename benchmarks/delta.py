@@ -2,16 +2,20 @@
 
 One row a cell, in microseconds: the alignment, the delta of the first projection (two slices on [T, K, 2 I]), the delta of the
 second ([T, K, H]), the three in a row, and the bar: half of what vLLM's LoRA adds over its base in the same cell. CUDA graphs
-over 6 distinct inputs (2 above T = 1024), median of 12. Each configuration's values are checked against fp64 first, on some
-pairs. `--tune` tries a list of configurations on each delta and prints them, best first.
+over 6 distinct inputs (2 above T = 1024), median of 12. Values are checked against fp64 first, on some pairs.
+
+`--tune` tries lists of tiles for both launches of each delta, compiled in parallel before, and uses the best ones of each; it
+prints the times of each launch alone, best first. The two together take less: the expand starts while the shrink ends.
 """
 
 from __future__ import annotations
 
 import argparse
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Iterator, Sequence
+import multiprocessing
+import time
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ import moelora_ops
 from moelora_ops.kernels import config
 from moelora_ops.kernels.config import Delta, Shrink
 from moelora_ops.kernels.triton import delta
+from moelora_ops.kernels.triton._launch import current_stream
 from moelora_ops.testing.cases import MODELS, Case, Inputs
 from moelora_ops.testing.oracle import assert_delta_close
 from moelora_ops.testing.timing import graph_us
@@ -104,70 +109,137 @@ def _call(case: Case, inputs: Inputs, seed: int) -> Call:
     return call
 
 
-def candidates(case: Case, projection: int) -> Iterator[Delta]:
-    """Configurations worth a try at this size."""
-    two, wide = case.num_pairs, case.max_lora_rank > 16
-    if two <= 256:
-        for splits, shrink_k in ((8, 128), (4, 128), (2, 128), (4, 256)):
-            for block_n, columns, warps in ((128, 1, 4), (64, 1, 2), (256, 1, 4)):
-                if projection == 0 or (splits * shrink_k <= 768 and block_n != 64):
-                    yield Delta(Shrink(shrink_k, splits, 4, 4), 16, block_n, warps, rows=16, columns=columns, fused=False)
-        yield Delta(Shrink(256, 1, 4, 4), 16, 256, 4, rows=16, columns=1, fused=True)
-    elif two <= 4096:
-        for splits, shrink_k, stages in ((1, 128, 4), (2, 128, 4), (1, 256, 3)):
-            for block_n, columns, warps in ((128, 4, 4), (256, 3, 4), (128, 1, 4)):
-                yield Delta(Shrink(shrink_k, splits, 4, stages), 16, block_n, warps, rows=16, columns=columns, fused=False)
-        yield Delta(Shrink(128, 1, 4, 4), 16, 128, 4, rows=16, columns=1, fused=True)
-        yield Delta(Shrink(128, 1, 4, 4), 16, 256, 4, rows=16, columns=1, fused=True)
-        yield Delta(Shrink(128, 1, 2, 4), 16, 64 if wide else 128, 2, rows=16, columns=1, fused=True)
+def shrinks(num_pairs: int) -> Iterator[tuple[Shrink, int]]:
+    """Tiles of the shrink worth a try at this size, with their rows; all with the same splits stand together."""
+    if num_pairs <= 256:
+        for splits in (8, 4) if num_pairs <= 16 else (4, 2) if num_pairs <= 64 else (4, 2, 1):
+            yield from ((Shrink(128, splits, 2, 4), 16), (Shrink(256, splits, 4, 3), 16))
+    elif num_pairs <= 4096:
+        yield from ((Shrink(128, 2, 2, 4), 16), (Shrink(128, 1, 2, 4), 16))
+        yield from ((Shrink(256, 1, 4, 3), 16), (Shrink(64, 1, 2, 6), 16))
     else:
-        for block_m, rows, warps, block_n in (
-            (16, 16, 4, 128),
-            (32, 64, 4, 128),
-            (64, 128, 4, 64),
-            (64, 128, 4, 128),
-            (64, 256, 8, 128),
-        ):
-            shrink = Shrink(64, 1, warps, 4)
-            yield Delta(shrink, block_m, block_n, warps, rows=rows, columns=1, fused=True)
-            yield Delta(shrink, block_m, block_n, warps, rows=rows, columns=3, fused=False)
-            if block_m == 64:
-                yield Delta(shrink, block_m, block_n, warps, rows=rows, columns=12, fused=False)
+        yield from ((Shrink(128, 1, 2, 4), 16), (Shrink(128, 1, 4, 3), 32))
+        yield from ((Shrink(64, 1, 4, 4), 64), (Shrink(64, 1, 4, 5), 128))
+
+
+def expands(num_pairs: int, rank: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Tiles of the expand: rows, columns, how many, warps, stages."""
+    if num_pairs <= 256:
+        yield from ((16, 64, 1, 2, 1), (16, 128, 1, 4, 1), (16, 64, 4, 2, 4), (16, 64, 8, 4 if rank > 16 else 2, 4))
+        yield from ((16, 256, 1, 4, 1), (16, 32, 8, 1, 4)) if rank <= 16 else ((16, 64, 4, 4, 4), (16, 32, 8, 2, 4))
+    elif num_pairs <= 4096:
+        yield from ((16, 64, 1, 2, 1), (16, 64, 8, 2, 4), (16, 64, 16, 2, 4), (16, 128, 8, 4, 4), (16, 64, 8, 4, 4))
+        yield from ((16, 256, 1, 4, 1), (16, 32, 16, 1, 5)) if rank <= 16 else ((16, 64, 4, 4, 3), (16, 32, 16, 2, 4))
+    else:
+        yield from ((16, 64, 1, 2, 1), (16, 64, 8, 2, 4), (16, 128, 8, 4, 3), (16, 256, 1, 4, 1), (16, 256, 4, 4, 3))
+        yield from ((32, 64, 8, 4, 4), (32, 64, 1, 2, 1), (32, 128, 1, 4, 1), (32, 128, 6, 4, 3))
+        yield from ((64, 64, 8, 4, 3), (64, 64, 1, 4, 1))
+
+
+def candidates(case: Case, projection: int) -> list[Delta]:
+    """Every shrink, and every expand for every number of splits, in as few configurations as hold them."""
+    sizes = (case.hidden_size, case.intermediate_size, 2) if projection == 0 else (case.intermediate_size, case.hidden_size, 1)
+    problem = config.Problem(case.num_pairs, case.num_experts, *sizes, case.dtype)
+    first = list(shrinks(case.num_pairs))
+    found = []
+    for splits in sorted({s.splits for s, _ in first}):
+        mine = [s for s in first if s[0].splits == splits]
+        tiles = list(expands(case.num_pairs, case.max_lora_rank))
+        for i in range(max(len(mine), len(tiles))):
+            shrink, rows = mine[i % len(mine)]
+            found.append(Delta(shrink, rows, *tiles[i % len(tiles)]))
+    return [c for c in found if config.is_valid(c, problem, config.describe(torch.device("cuda", 0)))]
+
+
+def compile_one(job: tuple[Case, int, Delta]) -> None:
+    """Compile one configuration into Triton's cache, without memory for its tensors."""
+    case, projection, tiles = job
+
+    def empty(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch, slots, rank = (case.num_tokens, case.top_k), (case.max_loras, case.num_experts), case.max_lora_rank
+    hidden, inner = case.hidden_size, case.intermediate_size
+    if projection == 0:
+        output, x = empty(*batch, 2 * inner), empty(case.num_tokens, hidden)
+        lora = [list(t.chunk(2, 2)) for t in (empty(*slots, 2 * rank, hidden), empty(*slots, 2 * inner, rank))]
+    else:
+        output, x = empty(*batch, hidden), empty(case.num_pairs, inner)
+        lora = [[empty(*slots, rank, inner)], [empty(*slots, hidden, rank)]]
+    blocks = case.num_pairs // BLOCK_SIZE + case.num_experts
+    shapes = ((case.max_loras, blocks * BLOCK_SIZE), (case.max_loras, blocks), (case.max_loras,))
+    table = (empty(*shape, dtype=torch.int32) for shape in shapes)
+    weights = empty(*batch, dtype=torch.float32)
+    call = delta.prepare(output, x, *lora, weights, *table, mul_routed_weight=projection == 1, tiles=tiles)
+    delta.Plan(call, torch.device("cuda", 0))
+
+
+def compile_all(cells: Iterable[Case], processes: int = 15) -> None:
+    """All candidates of all cells, in processes of their own."""
+    begin, jobs = time.perf_counter(), {}
+    for case in cells:
+        for projection in (0, 1):
+            for tiles in candidates(case, projection):
+                jobs[projection, case.max_loras, case.max_lora_rank, tiles] = (case, projection, tiles)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(compile_one, jobs.values(), chunksize=1)
+    print(f"{len(jobs)} configurations compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def tune(batches: list[Call], projection: int) -> Delta:
-    """Time every candidate, print them best first, return the best."""
-    case, device = batches[0].case, config.describe(torch.device("cuda"))
-    a, b = batches[0].projections[projection][2:4]
-    problem = config.Problem(case.num_pairs, case.num_experts, a[0].shape[3], b[0].shape[2], len(a), case.dtype)
-    valid = [c for c in candidates(case, projection) if config.is_valid(c, problem, device)]
-
-    def compile_one(tiles: Delta) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            batches[0].delta(projection, tiles=tiles)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(compile_one, valid))
-    torch.cuda.synchronize()
-    times = []
-    for tiles in valid:
+    """Time each launch of every candidate, print them best first, return the best two with the same splits."""
+    found = candidates(batches[0].case, projection)
+    for tiles in found:
         batches[0].check(projection, tiles)
-        times.append(graph_us(lambda call, tiles=tiles: call.delta(projection, tiles=tiles), batches))
-    order = sorted(range(len(valid)), key=times.__getitem__)
-    for i in order[:6] + order[-1:]:
-        print(f"    projection {projection + 1}: {times[i]:7.1f}  {describe(valid[i])}")
-    fused = next((i for i in order if valid[i].fused), None)
-    if fused is not None:
-        print(f"    projection {projection + 1}: {times[fused]:7.1f}  {describe(valid[fused])}, best of one launch", flush=True)
-    return valid[order[0]]
+    shrink_us: dict[tuple[Shrink, int], float] = {}
+    expand_us: dict[tuple[int, tuple[int, ...]], float] = {}
+    for tiles in found:
+        mine, rest = (tiles.shrink, tiles.shrink_m), (tiles.shrink.splits, astuple(tiles)[2:])
+        if mine not in shrink_us:
+            shrink_us[mine] = graph_us(partial(launch, projection=projection, tiles=tiles, stage=0), batches)
+        if rest not in expand_us:
+            expand_us[rest] = graph_us(partial(launch, projection=projection, tiles=tiles, stage=1), batches)
+    print(f"  projection {projection + 1}")
+    for (s, rows), us in sorted(shrink_us.items(), key=lambda item: item[1])[:4]:
+        print(f"    {us:7.1f}  shrink K {s.block_k} x {s.splits} splits, {s.num_warps} warps, {s.num_stages} stages, M {rows}")
+    for (splits, (m, n, count, warps, stages)), us in sorted(expand_us.items(), key=lambda item: item[1])[:6]:
+        print(f"    {us:7.1f}  expand of {splits} splits, M {m}, N {n} x {count}, {warps} warps, {stages} stages")
+    best = min(
+        ((us + expand_us[e], s, e) for s, us in shrink_us.items() for e in expand_us if e[0] == s[0].splits),
+        key=lambda item: item[0],
+    )  # fmt: skip
+    (shrink, rows), (_, expand) = best[1:]
+    tiles = Delta(shrink, rows, *expand)
+    print(f"    {shrink_us[shrink, rows]:.1f} + {expand_us[shrink.splits, expand]:.1f}: {tiles}", flush=True)
+    return tiles
 
 
-def describe(tiles: Delta) -> str:
-    s = tiles.shrink
-    return (
-        f"K {s.block_k} x {s.splits} splits, {s.num_stages} stages, {s.num_warps} warps; M {tiles.block_m} of {tiles.rows}; "
-        f"N {tiles.block_n} x {tiles.columns}, {tiles.num_warps} warps; {'one launch' if tiles.fused else 'two launches'}"
-    )
+def launch(batch: Call, projection: int, tiles: Delta, stage: int) -> None:
+    """One of the two launches, on z as it is."""
+    call = delta.prepare(*batch.projections[projection], *batch.table, mul_routed_weight=projection == 1, tiles=tiles)
+    plan = delta.plan(call)
+    (stages,) = plan.stages
+    z = delta.new_z(call.output, tiles.shrink.splits, plan.num_pairs, stages[0] * plan.max_rank)
+    a, b = call.lora_a, call.lora_b
+    table = (call.sorted_token_ids, call.expert_ids, call.num_tokens_post_padded, call.lora_ranks)
+    stream = current_stream(call.output.device)
+    if stage == 0:
+        stages[1](stream, call.hidden_states, z, a[0], a[1] if len(a) == 2 else None, *table)
+    else:
+        stages[2](stream, call.output, z, b[0], b[1] if len(b) == 2 else None, call.topk_weights, *table)
+
+
+def eager_us(batch: Call, projection: int, repeats: int = 200) -> float:
+    """CPU time of one eager call of the op."""
+    assert batch.table is not None
+    batch.delta(projection)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        batch.delta(projection)
+    elapsed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return elapsed / repeats * 1e6
 
 
 def main() -> None:
@@ -177,10 +249,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, block size {BLOCK_SIZE}")
+    cells = {cell: bar for cell, bar in BARS.items() if not options.tokens or cell[0] in options.tokens}
+    if options.tune:
+        model = MODELS["qwen3-30b-a3b"]
+        compile_all(model.like(num_tokens=t, max_loras=max_loras, max_lora_rank=r) for t, max_loras, r in cells)
     print("| T | L | r | align | delta 1 | delta 2 | all three | bar | met |\n|" + " --- |" * 9)
-    for (num_tokens, max_loras, rank), bar in BARS.items():
-        if options.tokens and num_tokens not in options.tokens:
-            continue
+    for (num_tokens, max_loras, rank), bar in cells.items():
         batches = calls(num_tokens, max_loras, rank)
         best: list[Delta | None] = [None, None]
         for projection in (0, 1):
@@ -192,6 +266,8 @@ def main() -> None:
         total = graph_us(lambda call: call.layer(best), batches)
         times = f"{align:.1f} | {first:.1f} | {second:.1f} | {total:.1f}"
         print(f"| {num_tokens} | {max_loras} | {rank} | {times} | {bar} | {'yes' if total <= bar else 'no'} |", flush=True)
+        if num_tokens == 1:
+            print(f"CPU time of an eager call: {eager_us(batches[0], 0):.0f} and {eager_us(batches[0], 1):.0f} us")
         del batches
 
 

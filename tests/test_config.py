@@ -47,8 +47,7 @@ def test_every_problem_has_a_valid_configuration(device: Device) -> None:
     """Any size, dtype and device down to 48 KB of shared memory."""
     for problem in problems():
         assert config.is_valid(config.experts(problem, device), problem, device)
-        for block_size in (1, 16, 24, 64, 128):
-            assert config.is_valid(config.delta(problem, block_size, device), problem, device)
+        assert config.is_valid(config.delta(problem, device), problem, device)
 
 
 def test_rules_follow_the_rows_of_an_expert() -> None:
@@ -98,9 +97,9 @@ def test_tuned_table_is_used(tables: Path) -> None:
 
 def test_tuned_delta_table_is_used(tables: Path) -> None:
     """The same for the delta op."""
-    tuned = Delta(Shrink(64, 2, 2, 2), block_m=32, block_n=64, num_warps=2, rows=64, columns=2, fused=False)
+    tuned = Delta(Shrink(64, 2, 2, 2), 64, 32, expand_n=64, expand_tiles=2, expand_warps=2, expand_stages=3)
     write_table("delta", QWEN, DEVICES[0], {"64": dataclasses.asdict(tuned)})
-    assert config.delta(QWEN, 16, DEVICES[0]) == tuned
+    assert config.delta(QWEN, DEVICES[0]) == tuned
 
 
 def test_tuned_entry_that_does_not_fit_is_passed_over(tables: Path) -> None:

@@ -35,7 +35,7 @@ CASES = [
 
 
 LAYER_KERNELS = {"shrink_kernel", "gate_up_kernel", "down_kernel", "combine_kernel"}
-DELTA_KERNELS = {"delta_kernel"}
+DELTA_KERNELS = {"delta_shrink_kernel", "delta_expand_kernel"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -77,10 +77,8 @@ def _target(capability: int) -> None:
     from moelora_ops.kernels.triton import _launch, delta, experts
 
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
-    pdl = {"launch_pdl": True} if capability >= 90 else {}
-    delta.pdl_options = lambda device: pdl  # type: ignore[assignment]
-    for module in (_launch, experts):
-        module.has_pdl = lambda device: bool(pdl)  # type: ignore[attr-defined]
+    for module in (_launch, delta, experts):
+        module.has_pdl = lambda device: capability >= 90  # type: ignore[attr-defined]
     config.describe = lambda device: config.Device("target", SHARED_MEMORY[capability])  # type: ignore[assignment]
     _launch.Launch.__call__ = lambda *_: None  # type: ignore[method-assign]  # it was compiled when it was made
     experts.route = _routing  # type: ignore[attr-defined]  # its kernels have tests of their own

@@ -37,11 +37,12 @@ class Call:
         self.table = reference.moe_lora_align_block_size(*args, **kwargs)
         self.output, self.columns = output.to(case.dtype), slice(OFFSET, OFFSET + width)
         self.args = [x.to(case.dtype), a, b, inputs.topk_weights]
+        self.tiles: config.Delta | None = None
         self.kwargs: dict[str, Any] = dict(lora_ranks=inputs.lora_ranks, mul_routed_weight=weighted, offset=OFFSET)
 
     def run(self) -> Tensor:
         output = self.output.clone()
-        delta.fused_moe_lora(output, *self.args, *self.table, **self.kwargs)
+        delta.fused_moe_lora(output, *self.args, *self.table, **self.kwargs, tiles=self.tiles)
         return output
 
     def check(self, clean: Call | None = None) -> None:
@@ -157,13 +158,37 @@ def test_experts_shared_by_all() -> None:
     assert not torch.equal(call.run()[..., call.columns], call.output[..., call.columns])
 
 
-def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        config.Delta(config.Shrink(16, 3, 4, 1), 16, 16, 16, expand_tiles=1, expand_warps=4, expand_stages=1),
+        config.Delta(config.Shrink(64, 2, 2, 1), 64, 32, 16, expand_tiles=2, expand_warps=4, expand_stages=2),
+        config.Delta(config.Shrink(32, 1, 4, 1), 16, 128, 32, expand_tiles=3, expand_warps=8, expand_stages=3),
+    ],
+)
+def test_any_configuration_gives_the_result(tiles: config.Delta) -> None:
     """Tiles of all sizes, and splits of K."""
-    inputs = Case("configured", num_tokens=9, num_experts=2, hidden_size=50, intermediate_size=34, max_loras=2).make()
-    for tiles in (
-        config.Delta(config.Shrink(16, 3, 4, 1), 16, 16, 4, rows=16, columns=1, fused=False),
-        config.Delta(config.Shrink(64, 2, 4, 1), 32, 64, 4, rows=64, columns=2, fused=False),
-        config.Delta(config.Shrink(32, 1, 4, 1), 16, 16, 4, rows=32, columns=1, fused=True),
-    ):
-        monkeypatch.setattr(config, "delta", lambda problem, block_size, device, tiles=tiles: tiles)
-        Call(inputs, "gate_up", block_size=24).check()
+    call = Call(
+        Case("configured", num_tokens=9, num_experts=2, hidden_size=50, intermediate_size=34, max_loras=2).make(),
+        "gate_up", block_size=24,
+    )  # fmt: skip
+    call.tiles = tiles
+    call.check()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_runs_of_blocks(rows: int, block_size: int) -> None:
+    """Blocks of one expert share a tile whichever way their run lies in it: over its end, beside others, A, B, A, stray ids."""
+    inputs = TINY.like(num_tokens=30, num_experts=3, top_k=1, max_loras=2, ranks=(), adapters="uniform").make()
+    call = Call(inputs, "down", block_size=block_size)
+    call.tiles = config.Delta(config.Shrink(16, 1, 4, 1), rows, rows, 16, 1, 4, 1)
+    pairs, slots = torch.arange(30).chunk(2), []
+    experts = [0] * 5 + [1, 0, 2, 2, 3, -1, 1] + [2] * 3  # 15 blocks; expert 3 does not exist
+    for mine in pairs:
+        blocks = torch.full((15, block_size), 30)
+        blocks[:, 0] = mine  # one pair a block, so the order of the blocks decides
+        slots.append(blocks.flatten())
+    counts = torch.tensor([15, 13], dtype=torch.int32) * block_size  # the last two blocks of slot 1 are past its count
+    call.table = (torch.stack(slots).int(), torch.tensor([experts, experts[::-1]], dtype=torch.int32), counts)
+    call.check()

@@ -68,12 +68,12 @@ class Delta:
     """Configuration of one call of `fused_moe_lora`."""
 
     shrink: Shrink
-    block_m: int  # rows of a tile: pairs of one (expert, adapter)
-    block_n: int  # columns of an expand tile
-    num_warps: int  # of the expand
-    rows: int  # that one program walks at most, of consecutive blocks of one (expert, adapter); at least block_m
-    columns: int  # tiles of block_n that an expand program walks at most
-    fused: bool  # one launch: each program shrinks its rows, then expands them
+    shrink_m: int  # rows of a shrink tile: as many blocks of the alignment as fit, or a part of one
+    expand_m: int  # rows of an expand tile, likewise
+    expand_n: int  # its columns
+    expand_tiles: int  # that one program walks
+    expand_warps: int
+    expand_stages: int
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,17 @@ def experts(problem: Problem, device: Device) -> Experts:
 
 
 @lru_cache(maxsize=4096)
-def delta(problem: Problem, block_size: int, device: Device) -> Delta:
-    """The configuration of `fused_moe_lora` for these sizes and this block size of the alignment: tuned, else by rule."""
+def delta(problem: Problem, device: Device) -> Delta:
+    """The configuration of `fused_moe_lora` for these sizes: tuned, else by rule."""
     tuned = nearest(read_table(table_path("delta", problem, device)), problem.num_pairs)
-    candidates = ([] if tuned is None else [read_delta(tuned)]) + list(_delta_rules(problem, block_size))
+    candidates = ([] if tuned is None else [read_delta(tuned)]) + list(_delta_rules(problem))
     return next(c for c in candidates if is_valid(c, problem, device))
 
 
 MAX_BLOCK_R = 32
 MAX_SHRINK_PROGRAMS = 1056  # 8 a multiprocessor of an H200; they stride over what there is
+MAX_EXPAND_PROGRAMS = 2112  # of the delta op: smaller ones, 16 a multiprocessor
+MAX_EXPAND_R = 64  # ranks of one step of the delta op's expand
 MIN_WGMMA_M = 64
 
 
@@ -141,15 +143,16 @@ def block_r(max_rank: int) -> int:
 def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
     """Whether every kernel of the configuration compiles and fits, for a pool of any rank: the only place that says so."""
     if isinstance(config, Delta):
-        block_m = config.block_m
-        shrinks = [(config.shrink, config.block_m, problem.num_slices)]
-        tiles = [config.block_m, config.block_n, config.rows]
-        if config.rows < config.block_m or config.columns < 1:
+        block_m = config.expand_m
+        shrinks = [(config.shrink, config.shrink_m, problem.num_slices)]
+        tiles = [config.shrink_m, config.expand_m, config.expand_n]
+        if config.expand_tiles < 1 or config.expand_stages < 1:
             return False
-        if config.fused and (config.shrink.splits > 1 or config.shrink.num_warps != config.num_warps):
-            return False  # one program sums the whole of K
-        shared = [2 * _expand_shared(config.block_m, config.block_n, problem)]
-        accumulators = [(config.num_warps, config.block_m * config.block_n)]
+        # Stages of a tile of B and one of the output; z, or the results on their way to a coalesced store, in fp32.
+        stage = (MAX_EXPAND_R + config.expand_m) * config.expand_n * problem.dtype.itemsize
+        more = max(config.expand_m * MAX_EXPAND_R * problem.dtype.itemsize, config.expand_m * config.expand_n * 4)
+        shared = [config.expand_stages * stage + more]
+        accumulators = [(config.expand_warps, config.expand_m * config.expand_n)]
     else:
         block_m = config.gate_up.block_m
         gemms = [(config.gate_up, problem.num_slices), (config.down, 1)]
@@ -233,18 +236,17 @@ def _splits(problem: Problem, in_features: int, block_k: int) -> int:
     return max(1, min(wanted, in_features // block_k))
 
 
-def _delta_rules(problem: Problem, block_size: int) -> Iterator[Delta]:
-    """Best first; the last one fits every device. Blocks hold pairs of one (expert, adapter): few, until batches are large."""
+def _delta_rules(problem: Problem) -> Iterator[Delta]:
+    """Best first; the last one fits every device. Both kernels live on bytes: many small programs keep them in flight."""
     if problem.dtype == torch.float32:
-        yield Delta(Shrink(32, _splits(problem, problem.in_features, 32), 4, 2), 16, 32, 4, rows=16, columns=1, fused=False)
+        yield Delta(Shrink(32, _splits(problem, problem.in_features, 32), 4, 2), 16, 16, 32, 4, 4, 2)
         return
-    if problem.num_pairs > 16384:
-        yield Delta(Shrink(64, 1, 4, 3), 64, 128, 4, rows=256, columns=4, fused=True)
-    if problem.num_pairs > 4096:
-        yield Delta(Shrink(64, 1, 4, 3), 32, 128, 4, rows=64, columns=4, fused=True)
+    tiles = 1 if problem.num_pairs <= 64 else 8  # few pairs: a program for each tile; else fewer programs to start
+    if problem.num_pairs > 16384:  # tens of rows of one (expert, adapter): each tile of A serves many
+        yield Delta(Shrink(64, 1, 4, 4), 64, 16, 64, tiles, 2, 4)
     for shrink_k, stages in ((128, 4), (128, 3), (64, 2)):
-        shrink = Shrink(shrink_k, _splits(problem, problem.in_features, shrink_k), 4, stages)
-        yield Delta(shrink, 16, 128, 4, rows=16, columns=1 if problem.num_pairs <= 256 else 2, fused=False)
+        shrink = Shrink(shrink_k, _splits(problem, problem.in_features, shrink_k), 2, stages)
+        yield Delta(shrink, 16, 16, 64, tiles, 2, min(stages, tiles))
 
 
 def table_path(op: str, problem: Problem, device: Device) -> Path:

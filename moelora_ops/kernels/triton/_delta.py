@@ -1,4 +1,8 @@
-"""Device functions of the delta op: find a program's rows, and the two LoRA products on them.
+"""Kernels of the delta op: shrink every row into its adapter's rank space, then expand it onto the output.
+
+Both read the table of the alignment as *windows*: consecutive blocks of one slot that fill a tile of BLOCK_M rows, or a part of
+one block that has more. Programs find the windows on the device and stride over them, so that there is none for blocks that do
+not exist; a window is walked run by run of equal experts.
 
 Accesses are as wide as UNIT elements (8 where sizes and strides allow, else 1): masks are constant over a UNIT, and what a
 wide load brings in past an adapter's rank is selected away in registers. It may be NaN and still never reach a result.
@@ -9,6 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._common import gdc_launch, gdc_wait
+
+_TABLES = ["sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr", "ranks_ptr"]
+_SIZES = ["num_pairs", "max_loras", "num_experts", "block_size", "blocks_per_slot", "parts", "capacity", "max_rank"]
+
 
 @triton.jit
 def floor_to(x, UNIT: tl.constexpr):
@@ -17,8 +26,91 @@ def floor_to(x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def locate_rows(
-    unit,  # index of rows to work on: a block, a part of a block, or the head of a run of blocks
+def row_offsets(slot, expert, rows, stride_l, stride_e, stride_row, UNIT: tl.constexpr):
+    """Element offsets of some rows of one slot's and expert's matrix."""
+    offset = slot.to(tl.int64) * floor_to(stride_l, UNIT) + expert.to(tl.int64) * floor_to(stride_e, UNIT)
+    return offset + rows.to(tl.int64) * floor_to(stride_row, UNIT)
+
+
+@triton.jit
+def count_windows(
+    num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN: tl.constexpr, SLOTS: tl.constexpr
+):
+    """(blocks of each slot, windows up to its end, windows of all slots)."""
+    slots = tl.arange(0, SLOTS)
+    padded = tl.load(num_tokens_post_padded_ptr + slots, mask=slots < max_loras, other=0)
+    blocks = tl.minimum(tl.maximum(padded // block_size, 0), blocks_per_slot)
+    windows = tl.cdiv(blocks, SPAN) * parts
+    return blocks, tl.cumsum(windows, 0), tl.sum(windows)
+
+
+@triton.jit
+def load_window(
+    window,
+    blocks,
+    ends,
+    sorted_token_ids_ptr,
+    expert_ids_ptr,
+    ranks_ptr,
+    max_loras,
+    block_size,
+    blocks_per_slot,
+    parts,  # windows of a block; 1 where SPAN > 1
+    capacity,
+    max_rank,
+    BLOCK_M: tl.constexpr,
+    SPAN: tl.constexpr,  # blocks of a window
+    SLOTS: tl.constexpr,
+):
+    """(slot, its rank, number of blocks, their experts [SPAN], pair ids of the rows [BLOCK_M]); no blocks past the last window.
+
+    The three loads depend on the window alone: one latency.
+    """
+    before = ends <= window
+    slot = tl.sum(before.to(tl.int32))
+    index = window - tl.max(tl.where(before, ends, 0))
+    block = index // parts * SPAN
+    part = index % parts * BLOCK_M
+    num_blocks = tl.sum(tl.where(tl.arange(0, SLOTS) == slot, blocks, 0)) - block
+    num_blocks = tl.minimum(tl.maximum(num_blocks, 0), SPAN)  # past the last slot: 0
+    slot = tl.minimum(slot, max_loras - 1)
+    rows = part + tl.arange(0, BLOCK_M)
+    ids_ptr = sorted_token_ids_ptr + slot.to(tl.int64) * capacity + block.to(tl.int64) * block_size
+    pairs = tl.load(ids_ptr + rows, mask=rows < num_blocks * block_size, other=-1)
+    i = tl.arange(0, SPAN)
+    experts = tl.load(expert_ids_ptr + slot.to(tl.int64) * blocks_per_slot + block + i, mask=i < num_blocks, other=-1)
+    rank = max_rank
+    if ranks_ptr is not None:
+        rank = tl.minimum(tl.maximum(tl.load(ranks_ptr + slot), 0), max_rank)
+    return slot, rank, num_blocks, experts, pairs
+
+
+@triton.jit
+def next_run(begin, num_blocks, experts, pairs, num_pairs, block_size, parts, BLOCK_M: tl.constexpr, SPAN: tl.constexpr):
+    """(expert of block `begin` of a window, first block after it with another, [BLOCK_M] which rows are pairs of this run)."""
+    if SPAN == 1:
+        return tl.sum(experts), begin + 1, (pairs >= 0) & (pairs < num_pairs)
+    else:
+        i = tl.arange(0, SPAN)
+        expert = tl.sum(tl.where(i == begin, experts, 0))
+        end = tl.min(tl.where((i > begin) & (experts != expert), i, num_blocks))
+        rows = tl.arange(0, BLOCK_M)
+        inside = (rows >= begin * block_size) & (rows < end * block_size)
+        return expert, end, inside & (pairs >= 0) & (pairs < num_pairs)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *_SIZES, "in_features", "rank_blocks", "stride_xm", "stride_a0l", "stride_a0e", "stride_a0r",
+        "stride_a1l", "stride_a1e", "stride_a1r", "stride_zm",
+    ],
+    do_not_specialize_on_alignment=_TABLES,
+)  # fmt: skip
+def delta_shrink_kernel(
+    x_ptr,
+    z_ptr,  # [SPLITS, P, NUM_SLICES * R]
+    a0_ptr,
+    a1_ptr,  # None: one slice
     sorted_token_ids_ptr,
     expert_ids_ptr,
     num_tokens_post_padded_ptr,
@@ -28,181 +120,208 @@ def locate_rows(
     num_experts,
     block_size,
     blocks_per_slot,
-    units_per_block,
+    parts,
     capacity,
     max_rank,
-    ROWS: tl.constexpr,  # at most, a power of two
-    SPAN: tl.constexpr,  # blocks of one expert within an aligned window of SPAN are one piece of work, done by the first
-    CHUNK: tl.constexpr,
-):
-    """(slot, expert, rank, pointer to the first pair id, rows up to the last pair, number of units of all slots).
-
-    No rows: the unit is past the last block, belongs to the unit before, or has nothing to add.
-    """
-    flat = unit // units_per_block
-    slot = -1
-    block = 0
-    blocks = 0
-    total = 0
-    for begin in range(0, max_loras, CHUNK):
-        slots = begin + tl.arange(0, CHUNK)
-        padded = tl.load(num_tokens_post_padded_ptr + slots, mask=slots < max_loras, other=0)
-        counts = tl.minimum(tl.maximum(padded // block_size, 0), blocks_per_slot)
-        end = total + tl.cumsum(counts, 0)
-        here = (flat >= end - counts) & (flat < end)  # true for one slot at most
-        slot = tl.maximum(slot, tl.max(tl.where(here, slots, -1)))
-        block += tl.sum(tl.where(here, flat - (end - counts), 0))
-        blocks += tl.sum(tl.where(here, counts, 0))
-        total += tl.sum(counts)
-    rows = tl.arange(0, ROWS)
-    part = unit % units_per_block * ROWS  # rows of the block that other units have; 0 where SPAN > 1
-    slot64 = tl.cast(slot, tl.int64)
-    ids_ptr = sorted_token_ids_ptr + slot64 * capacity + tl.cast(block, tl.int64) * block_size + part
-    experts_ptr = expert_ids_ptr + slot64 * blocks_per_slot
-    # The three loads depend on slot and block alone: one latency. No slot: no blocks, so no room.
-    room = tl.minimum(blocks - block, SPAN) * block_size - part
-    pairs = tl.load(ids_ptr + rows, mask=rows < room, other=-1)
-    if ranks_ptr is None:
-        rank = max_rank
-    else:
-        rank = tl.minimum(tl.maximum(tl.load(ranks_ptr + slot, mask=slot >= 0, other=0), 0), max_rank)
-    if SPAN == 1:
-        expert = tl.load(experts_ptr + block, mask=slot >= 0, other=-1)
-    else:
-        window = block // SPAN * SPAN + tl.arange(0, SPAN)
-        experts = tl.load(experts_ptr + window, mask=window < blocks, other=-1)
-        expert = tl.sum(tl.where(window == block, experts, 0))
-        stop = tl.min(tl.where((window > block) & (experts != expert), window, block // SPAN * SPAN + SPAN))
-        room = (stop - block) * block_size
-        follows = tl.max(tl.where((window == block - 1) & (experts == expert), 1, 0))
-        room = tl.where(follows == 0, room, 0)
-    room = tl.where((slot >= 0) & (expert >= 0) & (expert < num_experts) & (rank > 0), room, 0)
-    valid = (rows < room) & (pairs >= 0) & (pairs < num_pairs)
-    return slot, expert, rank, ids_ptr, tl.max(tl.where(valid, rows + 1, 0)), total * units_per_block
-
-
-@triton.jit
-def shrink_tile(
-    x_ptr,
-    x_offsets,  # [BLOCK_M] int64: element offset of each row of x
-    valid,  # [BLOCK_M]
-    a0_ptr,  # A of this slot and expert, slice 0: [rank, in_features]
+    in_features,
+    rank_blocks,  # blocks of BLOCK_R ranks in a slot
+    stride_xm,
+    stride_a0l,
+    stride_a0e,
     stride_a0r,
-    a1_ptr,  # slice 1, unused when NUM_SLICES is 1
+    stride_a1l,
+    stride_a1e,
     stride_a1r,
-    rank_begin,
-    rank,
-    k_begin,
-    k_end,
-    NUM_SLICES: tl.constexpr,
+    stride_zm,
+    ROWS_PER_INPUT: tl.constexpr,  # top_k: x has one row per token; 1: one per pair
+    SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT_K: tl.constexpr,
+    UNIT_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """[BLOCK_M, NUM_SLICES * BLOCK_R] fp32: x[row, k_begin:k_end] . A_s[rank_begin + j, k_begin:k_end], 0 past the rank."""
+    """z[split, pair, s * R + j] = x[pair] . A_s[slot, expert, j] over one split of K; 0 from the rank to the next UNIT_R.
+
+    Grid: programs of (a window, a block of ranks, a split of K) that stride over the windows.
+    """
+    gdc_wait(USE_PDL)
+    gdc_launch(USE_PDL)
+    NUM_SLICES: tl.constexpr = 1 if a1_ptr is None else 2
+    split = tl.program_id(0) % SPLITS
+    rank_begin = tl.program_id(0) // SPLITS % rank_blocks * BLOCK_R
+    programs = SPLITS * rank_blocks
+    k_steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLITS)
+    k_begin = split * k_steps * BLOCK_K
+    k_end = tl.minimum(k_begin + k_steps * BLOCK_K, in_features)
+    z_rank = floor_to(max_rank, UNIT_R)
+    z_stride = floor_to(stride_zm, UNIT_R)
     columns = tl.arange(0, NUM_SLICES * BLOCK_R)
     ranks = rank_begin + columns % BLOCK_R
     ks = tl.arange(0, BLOCK_K)
-    a_rows = a0_ptr + k_begin + ranks.to(tl.int64) * floor_to(stride_a0r, UNIT)
-    if NUM_SLICES == 2:
-        a_rows = tl.where(columns < BLOCK_R, a_rows, a1_ptr + k_begin + ranks.to(tl.int64) * floor_to(stride_a1r, UNIT))
-    x_ptrs = x_ptr + k_begin + x_offsets[:, None] + ks[None, :]
-    a_ptrs = a_rows[None, :] + ks[:, None]
-    a_live = (ranks < rank)[None, :]
-    z = tl.zeros((BLOCK_M, NUM_SLICES * BLOCK_R), tl.float32)
-    for k in range(k_begin, k_end, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptrs, mask=valid[:, None], other=0.0)
-            a = tl.load(a_ptrs, mask=a_live, other=0.0)
-        else:
-            inside = floor_to(ks, UNIT) < k_end - k
-            x = tl.load(x_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
-            a = tl.load(a_ptrs, mask=a_live & inside[:, None], other=0.0)
-        z = tl.dot(x, a, z, input_precision="ieee")
-        x_ptrs += BLOCK_K
-        a_ptrs += BLOCK_K
-    return tl.where(a_live, z, 0.0)
+    blocks, ends, num_windows = count_windows(
+        num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
+    )
+    for window in tl.range(tl.program_id(0) // programs, num_windows, tl.num_programs(0) // programs, num_stages=1):
+        slot, rank, num_blocks, experts, pairs = load_window(
+            window, blocks, ends, sorted_token_ids_ptr, expert_ids_ptr, ranks_ptr, max_loras, block_size, blocks_per_slot,
+            parts, capacity, max_rank, BLOCK_M, SPAN, SLOTS,
+        )  # fmt: skip
+        begin = 0
+        while begin < num_blocks:
+            expert, begin, valid = next_run(begin, num_blocks, experts, pairs, num_pairs, block_size, parts, BLOCK_M, SPAN)
+            if (expert >= 0) & (expert < num_experts) & (rank_begin < rank):
+                a_rows = a0_ptr + row_offsets(slot, expert, ranks, stride_a0l, stride_a0e, stride_a0r, UNIT_K)
+                if NUM_SLICES == 2:
+                    a1_rows = a1_ptr + row_offsets(slot, expert, ranks, stride_a1l, stride_a1e, stride_a1r, UNIT_K)
+                    a_rows = tl.where(columns < BLOCK_R, a_rows, a1_rows)
+                a_ptrs = a_rows[None, :] + (k_begin + ks)[:, None]
+                x_rows = x_ptr + k_begin + (pairs // ROWS_PER_INPUT).to(tl.int64) * floor_to(stride_xm, UNIT_K)
+                x_ptrs = x_rows[:, None] + ks[None, :]
+                a_live = (ranks < rank)[None, :]
+                z = tl.zeros((BLOCK_M, NUM_SLICES * BLOCK_R), tl.float32)
+                for k in range(k_begin, k_end, BLOCK_K):
+                    if EVEN_K:
+                        x = tl.load(x_ptrs, mask=valid[:, None], other=0.0)
+                        a = tl.load(a_ptrs, mask=a_live, other=0.0)
+                    else:
+                        inside = floor_to(ks, UNIT_K) < k_end - k
+                        x = tl.load(x_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
+                        a = tl.load(a_ptrs, mask=a_live & inside[:, None], other=0.0)
+                    z = tl.dot(x, a, z, input_precision="ieee")
+                    x_ptrs += BLOCK_K
+                    a_ptrs += BLOCK_K
+                z_rows = split.to(tl.int64) * num_pairs + pairs
+                z_ptrs = z_ptr + z_rows[:, None] * z_stride + (columns // BLOCK_R * z_rank + ranks)[None, :]
+                z_mask = valid[:, None] & (floor_to(ranks, UNIT_R) < rank)[None, :]
+                tl.store(z_ptrs, tl.where(a_live, z, 0.0).to(z_ptr.dtype.element_ty), mask=z_mask)
 
 
-@triton.jit
-def column_tile(
-    tile,
-    num_tiles,
-    out_rows,  # [BLOCK_M] pointers to the first column of each row
-    valid,
+@triton.jit(
+    do_not_specialize=[
+        *_SIZES, "out_features", "offset", "stride_ot", "stride_ok", "stride_zm", "stride_b0l", "stride_b0e", "stride_b0n",
+        "stride_b1l", "stride_b1e", "stride_b1n",
+    ],
+    do_not_specialize_on_alignment=[*_TABLES, "topk_weights_ptr"],
+)  # fmt: skip
+def delta_expand_kernel(
+    output_ptr,
+    z_ptr,
+    b0_ptr,
+    b1_ptr,  # None: one slice
+    topk_weights_ptr,  # None: the delta is not weighted
+    sorted_token_ids_ptr,
+    expert_ids_ptr,
+    num_tokens_post_padded_ptr,
+    ranks_ptr,
+    num_pairs,
+    max_loras,
+    num_experts,
+    block_size,
+    blocks_per_slot,
+    parts,
+    capacity,
+    max_rank,
     out_features,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(slice, its columns, how many it has, pointers and mask of the output) of a tile; a tile past the last has no columns."""
-    out_features = floor_to(out_features, UNIT)
-    tiles_per_slice = tl.cdiv(out_features, BLOCK_N)
-    part = tile // tiles_per_slice if NUM_SLICES == 2 else 0
-    columns = (tile - part * tiles_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
-    num_columns = tl.where(tile < num_tiles, out_features, 0)
-    out_ptrs = out_rows[:, None] + (part * out_features + columns)[None, :]
-    return part, columns, num_columns, out_ptrs, valid[:, None] & (floor_to(columns, UNIT) < num_columns)[None, :]
-
-
-@triton.jit
-def load_b(
-    part,
-    columns,
-    num_columns,
-    b0_ptr,  # B of this slot and expert, slice 0: [out_features, rank]
+    offset,
+    stride_ot,
+    stride_ok,
+    stride_zm,
+    stride_b0l,
+    stride_b0e,
     stride_b0n,
-    b1_ptr,
+    stride_b1l,
+    stride_b1e,
     stride_b1n,
-    ranks,
-    rank,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MORE_RANKS: tl.constexpr,  # than BLOCK_R
+    UNIT_R: tl.constexpr,
+    UNIT_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,  # that one program walks
+    BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """[ranks, columns] of one slice's B. Columns up to the next UNIT past the rank hold anything: select, never add them."""
-    b_ptr = b0_ptr
-    stride = floor_to(stride_b0n, UNIT)
+    """output[t, k, offset + s * N + n] += [w] * sum over j of z[pair, s * R + j] * B_s[slot, expert, n, j], rounded once.
+
+    Grid: programs of (a window, a tile of columns of one slice) that stride over the windows: neighbours share rows and B.
+
+    The shrink waited before it let this launch start, so all that is older (table, B, output) is complete and may be read
+    before the wait; only z may not.
+    """
+    NUM_SLICES: tl.constexpr = 1 if b1_ptr is None else 2
+    num_columns = floor_to(out_features, UNIT_N)
+    groups = tl.cdiv(num_columns, COLUMNS)
+    programs = NUM_SLICES * groups
+    part = tl.program_id(0) % programs // groups
+    first_column = tl.program_id(0) % groups * COLUMNS
+    last_column = tl.minimum(first_column + COLUMNS, num_columns)
+    ranks = tl.arange(0, BLOCK_R)
+    b_ptr, stride_bl, stride_be, stride_bn = b0_ptr, stride_b0l, stride_b0e, stride_b0n
     if NUM_SLICES == 2:
         b_ptr = tl.where(part == 0, b0_ptr, b1_ptr)
-        stride = tl.where(part == 0, stride, floor_to(stride_b1n, UNIT))
-    b_ptrs = b_ptr + columns.to(tl.int64)[None, :] * stride + ranks[:, None]
-    return tl.load(b_ptrs, mask=(floor_to(ranks, UNIT) < rank)[:, None] & (columns < num_columns)[None, :], other=0.0)
-
-
-@triton.jit
-def load_tile(
-    tile,
-    num_tiles,
-    out_rows,
-    valid,
-    out_features,
-    b0_ptr,
-    stride_b0n,
-    b1_ptr,
-    stride_b1n,
-    ranks,
-    rank,
-    NUM_SLICES: tl.constexpr,
-    UNIT_N: tl.constexpr,
-    UNIT_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(B's [ranks, columns], output [rows, columns]) of a tile."""
-    part, columns, num_columns, out_ptrs, out_mask = column_tile(
-        tile, num_tiles, out_rows, valid, out_features, NUM_SLICES, UNIT_N, BLOCK_N
+        stride_bl = tl.where(part == 0, stride_b0l, stride_b1l)
+        stride_be = tl.where(part == 0, stride_b0e, stride_b1e)
+        stride_bn = tl.where(part == 0, stride_b0n, stride_b1n)
+    out_ptr = output_ptr + floor_to(offset, UNIT_N) + part * num_columns
+    z_stride = floor_to(stride_zm, UNIT_R)
+    z_ptr += part * floor_to(max_rank, UNIT_R)
+    blocks, ends, num_windows = count_windows(
+        num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
     )
-    b = load_b(part, columns, num_columns, b0_ptr, stride_b0n, b1_ptr, stride_b1n, ranks, rank, NUM_SLICES, UNIT_R)
-    return b, tl.load(out_ptrs, mask=out_mask, other=0.0)
+    for window in tl.range(tl.program_id(0) // programs, num_windows, tl.num_programs(0) // programs, num_stages=1):
+        slot, rank, num_blocks, experts, pairs = load_window(
+            window, blocks, ends, sorted_token_ids_ptr, expert_ids_ptr, ranks_ptr, max_loras, block_size, blocks_per_slot,
+            parts, capacity, max_rank, BLOCK_M, SPAN, SLOTS,
+        )  # fmt: skip
+        begin = 0
+        while begin < num_blocks:
+            expert, begin, valid = next_run(begin, num_blocks, experts, pairs, num_pairs, block_size, parts, BLOCK_M, SPAN)
+            if (expert >= 0) & (expert < num_experts) & (rank > 0):
+                gdc_wait(USE_PDL)
+                gdc_launch(USE_PDL)
+                out_rows = out_ptr + (pairs // TOP_K).to(tl.int64) * floor_to(stride_ot, UNIT_N)
+                out_rows += (pairs % TOP_K).to(tl.int64) * floor_to(stride_ok, UNIT_N)
+                weight = 1.0
+                if topk_weights_ptr is not None:
+                    weight = tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
+                z = load_z(z_ptr, pairs, z_stride, num_pairs, valid, ranks, rank, UNIT_R, SPLITS).to(b_ptr.dtype.element_ty)
+                for column in tl.range(first_column, last_column, BLOCK_N, num_stages=STAGES):
+                    columns = column + tl.arange(0, BLOCK_N)
+                    b_ptrs = b_ptr + row_offsets(slot, expert, columns, stride_bl, stride_be, stride_bn, UNIT_R)[None, :]
+                    b_ptrs += ranks[:, None]
+                    b_mask = (columns < last_column)[None, :]
+                    b = tl.load(b_ptrs, mask=b_mask & (floor_to(ranks, UNIT_R) < rank)[:, None], other=0.0)
+                    out_mask = valid[:, None] & (floor_to(columns, UNIT_N) < last_column)[None, :]
+                    base = tl.load(out_rows[:, None] + columns[None, :], mask=out_mask, other=0.0)
+                    delta = tl.dot(z, tl.where((ranks < rank)[:, None], b, 0.0), input_precision="ieee")
+                    if MORE_RANKS:
+                        for first in tl.range(BLOCK_R, rank, BLOCK_R):
+                            more = first + ranks
+                            b = tl.load(b_ptrs + first, mask=b_mask & (floor_to(more, UNIT_R) < rank)[:, None], other=0.0)
+                            more_z = load_z(z_ptr, pairs, z_stride, num_pairs, valid, more, rank, UNIT_R, SPLITS)
+                            b = tl.where((more < rank)[:, None], b, 0.0)
+                            delta = tl.dot(more_z.to(b.dtype), b, delta, input_precision="ieee")
+                    result = base.to(tl.float32) + delta * weight
+                    tl.store(out_rows[:, None] + columns[None, :], result.to(output_ptr.dtype.element_ty), mask=out_mask)
+    gdc_wait(USE_PDL)  # no program ends before the shrink has: whatever is behind waits for this launch alone
 
 
 @triton.jit
-def load_z(z_ptr, z_offsets, split_stride, valid, ranks, rank, UNIT: tl.constexpr, SPLITS: tl.constexpr):
-    """[rows, ranks] of z, partial sums added in fixed order. Columns up to the next UNIT past the rank are 0 in z."""
-    z_ptrs = z_ptr + z_offsets[:, None] + ranks[None, :]
+def load_z(z_ptr, pairs, z_stride, num_pairs, valid, ranks, rank, UNIT: tl.constexpr, SPLITS: tl.constexpr):
+    """[rows, ranks] of z, partial sums added in fixed order."""
+    z_ptrs = z_ptr + pairs.to(tl.int64)[:, None] * z_stride + ranks[None, :]
     mask = valid[:, None] & (floor_to(ranks, UNIT) < rank)[None, :]
     z = tl.load(z_ptrs, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        z += tl.load(z_ptrs + split * split_stride, mask=mask, other=0.0)
+        z += tl.load(z_ptrs + split * tl.cast(num_pairs, tl.int64) * z_stride, mask=mask, other=0.0)
     return z

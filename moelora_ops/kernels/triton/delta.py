@@ -1,205 +1,189 @@
-"""The delta op: one or two launches add the adapters' delta to the output of anybody's base GEMM."""
+"""Launcher of the delta op: two launches, shrink and expand, add the adapters' delta to the output of anybody's base GEMM.
+
+As in `experts`, whatever sizes, strides, types and flags decide is a `Plan`, made once and kept.
+"""
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .. import config
-from ._common import gdc_launch, gdc_wait, on_device, pdl_options
-from ._delta import column_tile, floor_to, load_b, load_tile, load_z, locate_rows, shrink_tile
+from ._common import has_pdl, on_device
+from ._delta import delta_expand_kernel, delta_shrink_kernel
+from ._launch import Launch, current_stream
 
-_VARYING = [
-    "num_pairs", "max_loras", "num_experts", "block_size", "blocks_per_slot", "units_per_block", "capacity", "max_rank",
-    "in_features", "out_features", "offset", "stride_xm", "stride_a0l", "stride_a0e", "stride_a0r", "stride_a1l", "stride_a1e",
-    "stride_a1r", "stride_b0l", "stride_b0e", "stride_b0n", "stride_b1l", "stride_b1e", "stride_b1n", "stride_ot", "stride_ok",
-    "stride_zm", "programs",
-]  # fmt: skip
-_SMALL = ["sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr", "ranks_ptr", "topk_weights_ptr"]
+WIDE = 8  # elements of 16 bits in one access of 16 bytes
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SMALL)
-def delta_kernel(
-    output_ptr,
-    x_ptr,
-    z_ptr,  # [SPLITS, P, NUM_SLICES * R] scratch
-    a0_ptr,
-    a1_ptr,  # None: one slice
-    b0_ptr,
-    b1_ptr,
-    topk_weights_ptr,  # None: the delta is not weighted
-    sorted_token_ids_ptr,
-    expert_ids_ptr,
-    num_tokens_post_padded_ptr,
-    ranks_ptr,
-    num_pairs,
-    max_loras,
-    num_experts,
-    block_size,
-    blocks_per_slot,
-    units_per_block,
-    capacity,
-    max_rank,
-    in_features,
-    out_features,
-    offset,
-    stride_xm,
-    stride_a0l,
-    stride_a0e,
-    stride_a0r,
-    stride_a1l,
-    stride_a1e,
-    stride_a1r,
-    stride_b0l,
-    stride_b0e,
-    stride_b0n,
-    stride_b1l,
-    stride_b1e,
-    stride_b1n,
-    stride_ot,
-    stride_ok,
-    stride_zm,
-    programs,  # of one unit of rows, neighbours: rank tiles and splits of K, or tiles of columns; 1 if both
-    SHRINK: tl.constexpr,  # this launch computes z
-    EXPAND: tl.constexpr,  # this launch adds z . B
-    TOP_K: tl.constexpr,
-    ROWS_PER_INPUT: tl.constexpr,  # top_k: x has one row per token; 1: one per pair
-    SPLITS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    MORE_RANKS: tl.constexpr,  # than BLOCK_RN
-    UNIT_K: tl.constexpr,
-    UNIT_R: tl.constexpr,
-    UNIT_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # ranks of a shrink tile
-    BLOCK_RN: tl.constexpr,  # ranks of an expand tile
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """z[split, pair, s * R + j] = x[pair] . A_s[slot, expert, j] over one split of K, and
-    output[t, k, offset + s * N + n] += [w] * z[pair, s * R :] . B_s[slot, expert, n], added in fp32, rounded once.
+class Call(NamedTuple):
+    """The arguments of one call, checked; what is small is contiguous."""
 
-    Grid: `programs` programs per unit of rows. Units are bounded by pairs: programs find their rows on the device, and stride
-    on where a table has more blocks than pairs can fill. Rows of pairs without an adapter are not touched.
+    output: Tensor
+    hidden_states: Tensor
+    lora_a: tuple[Tensor, ...]
+    lora_b: tuple[Tensor, ...]
+    topk_weights: Tensor | None  # None: the delta is not weighted
+    sorted_token_ids: Tensor
+    expert_ids: Tensor
+    num_tokens_post_padded: Tensor
+    lora_ranks: Tensor | None
+    offset: int
+    tiles: config.Delta | None  # None: the configured ones
 
-    A launch that only expands follows the one that shrinks. That one waited before it let this one start, so all that is older
-    (ids, B, output) is complete and may be read before the wait; only z may not.
-    """
-    NUM_SLICES: tl.constexpr = 1 if a1_ptr is None else 2
-    if SHRINK:
-        gdc_wait(USE_PDL)
-        gdc_launch(USE_PDL)
-    inner = tl.program_id(0) % programs
-    unit = tl.program_id(0) // programs
-    z_rank = floor_to(max_rank, UNIT_R)
-    z_stride = floor_to(stride_zm, UNIT_R)
-    num_units = unit + 1
-    while unit < num_units:
-        slot, expert, rank, ids_ptr, num_rows, num_units = locate_rows(
-            unit, sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr, ranks_ptr,
-            num_pairs, max_loras, num_experts, block_size, blocks_per_slot, units_per_block, capacity, max_rank,
-            ROWS, SPAN, CHUNK,
+    def key(self) -> tuple[Any, ...]:
+        """Whatever a plan depends on; the values of tensors and their addresses beyond 16-byte alignment are not among it."""
+        tensors = (self.output, self.hidden_states, *self.lora_a, *self.lora_b)
+        views = tuple((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors)
+        given = (self.topk_weights is None, self.lora_ranks is None, len(self.lora_a), self.offset, self.tiles)
+        return self.output.device, self.output.dtype, self.sorted_token_ids.shape, self.expert_ids.shape, views, given
+
+
+class Windows(NamedTuple):
+    """How kernels with tiles of some number of rows read the table: see `_delta`."""
+
+    span: int  # blocks of a window
+    parts: int  # windows of a block
+    most: int  # in a table where each block holds a pair and all but the last of each (expert, adapter) are full
+
+    @classmethod
+    def of(cls, rows: int, block_size: int, num_pairs: int, max_loras: int, blocks_per_slot: int) -> Windows:
+        groups = max_loras * max(blocks_per_slot - num_pairs // block_size, 1)
+        blocks = min(num_pairs, max_loras * blocks_per_slot, num_pairs // block_size + groups)
+        if block_size >= rows:
+            parts = triton.cdiv(block_size, rows)
+            return cls(1, parts, blocks * parts)
+        span = 1 << ((rows // block_size).bit_length() - 1)
+        return cls(span, 1, min(blocks, blocks // span + max_loras))
+
+
+class Plan:
+    """The launches of every call with the same `Call.key`: a shrink and an expand for each two slices."""
+
+    def __init__(self, call: Call, device: torch.device | None = None) -> None:
+        """Compiles what is not compiled yet; `device` is for calls made of meta tensors, which have no memory."""
+        self.device, self.dtype = device or call.output.device, call.output.dtype
+        (num_tokens, self.top_k), (self.max_loras, self.capacity) = call.output.shape[:2], call.sorted_token_ids.shape
+        self.num_pairs, self.blocks_per_slot = num_tokens * self.top_k, call.expert_ids.shape[1]
+        self.block_size = self.capacity // self.blocks_per_slot
+        self.max_rank, self.in_features = call.lora_a[0].shape[2:]
+        self.out_features = call.lora_b[0].shape[2]
+        self.num_experts = max(t.shape[1] for t in (*call.lora_a, *call.lora_b))
+        slices = min(len(call.lora_a), 2)
+        problem = config.Problem(self.num_pairs, self.num_experts, self.in_features, self.out_features, slices, self.dtype)
+        self.tiles = call.tiles or config.delta(problem, config.describe(self.device))
+        self.splits = self.tiles.shrink.splits
+        self.rows_per_input = self.top_k if call.hidden_states.shape[0] == num_tokens else 1
+        # The kernels only look at types and alignment while they are compiled: an empty buffer stands for z.
+        z = new_z(call.output, self.splits, 0, 1)
+        self.stages = [
+            (len(a), self._shrink(call, z, a, b), self._expand(call, z, b, call.offset + begin * self.out_features))
+            for begin, a, b in _pairs_of_slices(call)
+        ]
+
+    def _shrink(self, call: Call, z: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Launch:
+        tiles, x = self.tiles.shrink, call.hidden_states
+        a_strides, block_r = (*_strides(a[0]), *_strides(a[-1])), config.block_r(self.max_rank)
+        rank_blocks = triton.cdiv(self.max_rank, block_r)
+        windows, table, common = self._windows(self.tiles.shrink_m)
+        return Launch(
+            delta_shrink_kernel,
+            (_grid(windows, rank_blocks * tiles.splits, config.MAX_SHRINK_PROGRAMS),),
+            (x, z, a[0], a[1] if len(a) == 2 else None, *self._table(call)),
+            (*table, self.in_features, rank_blocks, x.stride(0), *a_strides, len(a) * self.max_rank),
+            {
+                "ROWS_PER_INPUT": self.rows_per_input, "EVEN_K": self.in_features % tiles.block_k == 0,
+                "UNIT_K": _unit(self.in_features, x.stride(0), *a_strides), "UNIT_R": self._unit_r(b),
+                "BLOCK_R": block_r, "BLOCK_K": tiles.block_k, **common,
+            },
+            device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-        slot = slot.to(tl.int64)
-        expert = expert.to(tl.int64)
-        for first in range(0, num_rows, BLOCK_M):
-            rows = first + tl.arange(0, BLOCK_M)
-            pairs = tl.load(ids_ptr + rows, mask=rows < num_rows, other=-1)
-            valid = (pairs >= 0) & (pairs < num_pairs)
-            z_offsets = pairs.to(tl.int64) * z_stride
-            if EXPAND:
-                num_tiles = NUM_SLICES * tl.cdiv(out_features, BLOCK_N)
-                out_rows = output_ptr + floor_to(offset, UNIT_N)
-                out_rows += (pairs // TOP_K).to(tl.int64) * floor_to(stride_ot, UNIT_N)
-                out_rows += (pairs % TOP_K).to(tl.int64) * floor_to(stride_ok, UNIT_N)
-                b0 = b0_ptr + slot * floor_to(stride_b0l, UNIT_R) + expert * floor_to(stride_b0e, UNIT_R)
-                b1 = b0
-                if b1_ptr is not None:
-                    b1 = b1_ptr + slot * floor_to(stride_b1l, UNIT_R) + expert * floor_to(stride_b1e, UNIT_R)
-                ranks = tl.arange(0, BLOCK_RN)
-                if not SHRINK:
-                    next_b, next_base = load_tile(
-                        inner, num_tiles, out_rows, valid, out_features, b0, stride_b0n, b1, stride_b1n, ranks, rank,
-                        NUM_SLICES, UNIT_N, UNIT_R, BLOCK_N,
-                    )  # fmt: skip
-                if topk_weights_ptr is not None:
-                    weight = tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)
-            if SHRINK:
-                split = inner % SPLITS
-                k_steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLITS)
-                k_begin = split * k_steps * BLOCK_K
-                a0 = a0_ptr + slot * floor_to(stride_a0l, UNIT_K) + expert * floor_to(stride_a0e, UNIT_K)
-                a1 = a0
-                if a1_ptr is not None:
-                    a1 = a1_ptr + slot * floor_to(stride_a1l, UNIT_K) + expert * floor_to(stride_a1e, UNIT_K)
-                x_offsets = (pairs // ROWS_PER_INPUT).to(tl.int64) * floor_to(stride_xm, UNIT_K)
-                for begin in range(inner // SPLITS * BLOCK_R, rank, programs // SPLITS * BLOCK_R):
-                    shrunk = shrink_tile(
-                        x_ptr, x_offsets, valid, a0, stride_a0r, a1, stride_a1r, begin, rank,
-                        k_begin, tl.minimum(k_begin + k_steps * BLOCK_K, in_features),
-                        NUM_SLICES, EVEN_K, UNIT_K, BLOCK_M, BLOCK_R, BLOCK_K,
-                    )  # fmt: skip
-                    z_columns = tl.arange(0, NUM_SLICES * BLOCK_R)
-                    z_ranks = begin + z_columns % BLOCK_R
-                    z_ptrs = z_ptr + split.to(tl.int64) * num_pairs * z_stride + z_offsets[:, None]
-                    z_ptrs += (z_columns // BLOCK_R * z_rank + z_ranks)[None, :]
-                    z_mask = valid[:, None] & (floor_to(z_ranks, UNIT_R) < rank)[None, :]
-                    tl.store(z_ptrs, shrunk.to(z_ptr.dtype.element_ty), mask=z_mask)
-            if EXPAND and SHRINK:
-                tl.debug_barrier()  # z was written by other threads of this program
-                next_b, next_base = load_tile(
-                    inner, num_tiles, out_rows, valid, out_features, b0, stride_b0n, b1, stride_b1n, ranks, rank,
-                    NUM_SLICES, UNIT_N, UNIT_R, BLOCK_N,
-                )  # fmt: skip
-            elif EXPAND:
-                gdc_wait(USE_PDL)
-                gdc_launch(USE_PDL)
-            if EXPAND:
-                split_stride = tl.cast(num_pairs, tl.int64) * z_stride
-                for tile in tl.range(inner, num_tiles, programs, num_stages=1):
-                    b, base = next_b, next_base  # on their way since the tile before: the only pipeline that needs no copies
-                    next_b, next_base = load_tile(
-                        tile + programs, num_tiles, out_rows, valid, out_features, b0, stride_b0n, b1, stride_b1n, ranks, rank,
-                        NUM_SLICES, UNIT_N, UNIT_R, BLOCK_N,
-                    )  # fmt: skip
-                    part, columns, num_columns, out_ptrs, out_mask = column_tile(
-                        tile, num_tiles, out_rows, valid, out_features, NUM_SLICES, UNIT_N, BLOCK_N
-                    )
-                    z = load_z(z_ptr + part * z_rank, z_offsets, split_stride, valid, ranks, rank, UNIT_R, SPLITS)
-                    delta = tl.dot(z.to(b.dtype), tl.where(ranks[:, None] < rank, b, 0.0), input_precision="ieee")
-                    if MORE_RANKS:
-                        for begin in tl.range(BLOCK_RN, rank, BLOCK_RN, num_stages=1):
-                            more = begin + ranks
-                            b = load_b(
-                                part, columns, num_columns, b0, stride_b0n, b1, stride_b1n, more, rank, NUM_SLICES, UNIT_R
-                            )
-                            z = load_z(z_ptr + part * z_rank, z_offsets, split_stride, valid, more, rank, UNIT_R, SPLITS)
-                            b = tl.where(more[:, None] < rank, b, 0.0)
-                            delta = tl.dot(z.to(b.dtype), b, delta, input_precision="ieee")
-                    if topk_weights_ptr is not None:
-                        delta *= weight[:, None]
-                    result = base.to(tl.float32) + delta
-                    tl.store(out_ptrs, result.to(output_ptr.dtype.element_ty), mask=out_mask)
-        unit += tl.num_programs(0) // programs
-    if not SHRINK:
-        gdc_wait(USE_PDL)  # no program ends before the launch in front has: the one behind waits for this one alone
+
+    def _expand(self, call: Call, z: Tensor, b: tuple[Tensor, ...], offset: int) -> Launch:
+        tiles, out, two = self.tiles, call.output, len(b) == 2
+        columns = tiles.expand_n * tiles.expand_tiles
+        windows, table, common = self._windows(tiles.expand_m)
+        return Launch(
+            delta_expand_kernel,
+            (_grid(windows, len(b) * triton.cdiv(self.out_features, columns), config.MAX_EXPAND_PROGRAMS),),
+            (out, z, b[0], b[1] if two else None, call.topk_weights, *self._table(call)),
+            (
+                *table, self.out_features, offset, out.stride(0), out.stride(1), len(b) * self.max_rank,
+                *_strides(b[0]), *_strides(b[-1]),
+            ),
+            {
+                "TOP_K": self.top_k, "MORE_RANKS": self.max_rank > config.MAX_EXPAND_R, "UNIT_R": self._unit_r(b),
+                "UNIT_N": _unit(self.out_features, offset, out.stride(0), out.stride(1)),
+                "BLOCK_N": tiles.expand_n, "COLUMNS": columns, "STAGES": tiles.expand_stages,
+                "BLOCK_R": min(max(triton.next_power_of_2(self.max_rank), 16), config.MAX_EXPAND_R), **common,
+            },
+            device=self.device, num_warps=tiles.expand_warps, num_stages=2,
+        )  # fmt: skip
+
+    def _windows(self, rows: int) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+        """Number of windows, and what both kernels take to find them: scalars, constants."""
+        windows = Windows.of(rows, self.block_size, self.num_pairs, self.max_loras, self.blocks_per_slot)
+        experts = 2**31 if self.num_experts == 1 else self.num_experts  # one expert everywhere serves any id
+        scalars = (
+            self.num_pairs, self.max_loras, experts, self.block_size, self.blocks_per_slot, windows.parts, self.capacity,
+            self.max_rank,
+        )  # fmt: skip
+        constants = {
+            "SPLITS": self.splits, "BLOCK_M": rows, "SPAN": windows.span, "SLOTS": triton.next_power_of_2(self.max_loras),
+            "USE_PDL": has_pdl(self.device),
+        }  # fmt: skip
+        return windows.most, scalars, constants
+
+    @staticmethod
+    def _table(call: Call) -> tuple[Tensor | None, ...]:
+        return call.sorted_token_ids, call.expert_ids, call.num_tokens_post_padded, call.lora_ranks
+
+    def _unit_r(self, b: tuple[Tensor, ...]) -> int:
+        return _unit(self.max_rank, *_strides(b[0]), *_strides(b[-1]))
+
+    def run(self, call: Call) -> None:
+        """Launch everything on the current stream. Scratch: z [splits, P, 2 R] for each two slices, not filled first."""
+        stream, table = current_stream(self.device), self._table(call)
+        for (num_slices, shrink, expand), (_, a, b) in zip(self.stages, _pairs_of_slices(call)):
+            z = new_z(call.output, self.splits, self.num_pairs, num_slices * self.max_rank)
+            a1, b1 = (a[1], b[1]) if num_slices == 2 else (None, None)
+            shrink(stream, call.hidden_states, z, a[0], a1, *table)
+            expand(stream, call.output, z, b[0], b1, call.topk_weights, *table)
 
 
 def new_z(like: Tensor, splits: int, num_pairs: int, width: int) -> Tensor:
     """Uninitialised z [splits, P, S * R]: fp32 for partial sums, the dtype of `like` where the sum is whole."""
-    dtype = torch.float32 if splits > 1 else like.dtype
-    return torch.empty((splits, num_pairs, width), dtype=dtype, device=like.device)
+    return like.new_empty((splits, num_pairs, width), dtype=torch.float32 if splits > 1 else like.dtype)
 
 
-def fused_moe_lora(
+_PLANS: dict[Any, Plan] = {}  # compiled launches; a plan never changes, so threads may race to make one
+_MAX_PLANS = 4096
+
+
+def plan(call: Call) -> Plan:
+    """The plan of a call, made on first use."""
+    key = call.key()
+    found = _PLANS.get(key)
+    if found is None:
+        if len(_PLANS) >= _MAX_PLANS:  # a size of batch and a set of strides each: never in serving
+            _PLANS.clear()
+        found = _PLANS[key] = Plan(call)
+    return found
+
+
+def fused_moe_lora(output: Tensor, *args: Any, **kwargs: Any) -> None:
+    """The delta op on checked arguments: see `moelora_ops.fused_moe_lora`."""
+    call = prepare(output, *args, **kwargs)
+    if 0 in (*output.shape[:2], *call.sorted_token_ids.shape, *call.lora_b[0].shape[2:]):
+        return
+    with on_device(output.device):
+        plan(call).run(call)
+
+
+def prepare(
     output: Tensor,
     hidden_states: Tensor,
     lora_a_stacked: Sequence[Tensor],
@@ -213,80 +197,23 @@ def fused_moe_lora(
     mul_routed_weight: bool = False,
     offset: int = 0,
     tiles: config.Delta | None = None,
-) -> None:
-    """The delta op on checked arguments: see `moelora_ops.fused_moe_lora`. `tiles`: instead of the configured ones.
-
-    Slices are served two at a time. Scratch: z [splits, P, 2 R], not filled first.
-    """
-    num_tokens, top_k, _ = output.shape
-    num_pairs = num_tokens * top_k
-    max_loras, capacity = sorted_token_ids.shape
-    blocks_per_slot = expert_ids.shape[1]
-    max_rank, in_features = lora_a_stacked[0].shape[2:]
-    out_features = lora_b_stacked[0].shape[2]
-    if 0 in (num_pairs, max_loras, capacity, max_rank, out_features):
-        return
-    block_size = capacity // blocks_per_slot
-    num_experts = max(t.shape[1] for t in (*lora_a_stacked, *lora_b_stacked))
-    slices = min(len(lora_a_stacked), 2)
-    problem = config.Problem(num_pairs, num_experts, in_features, out_features, slices, output.dtype)
-    tiles = tiles or config.delta(problem, block_size, config.describe(output.device))
-    # A unit of rows is a part of a large block, or a run of small ones.
-    span = 1
-    while 2 * span * block_size <= tiles.rows:
-        span *= 2
-    units_per_block = triton.cdiv(block_size, tiles.rows)
-    # Blocks hold at least one pair, and but for the last of each (expert, adapter) they are full.
-    groups = max_loras * max(blocks_per_slot - num_pairs // block_size, 1)
-    num_units = units_per_block * min(num_pairs, max_loras * blocks_per_slot, num_pairs // block_size + groups)
-    table = (sorted_token_ids.contiguous(), expert_ids.contiguous(), num_tokens_post_padded.contiguous())
-    ranks = None if lora_ranks is None else lora_ranks.contiguous()
-    weights = topk_weights.contiguous() if mul_routed_weight else None
-    sizes = (
-        num_pairs, max_loras, 2**31 if num_experts == 1 else num_experts,  # one expert everywhere serves any id
-        block_size, blocks_per_slot, units_per_block, capacity, max_rank, in_features, out_features,
+) -> Call:
+    """The op's arguments as its kernels take them. `tiles`: instead of the configured ones."""
+    return Call(
+        output, hidden_states, tuple(lora_a_stacked), tuple(lora_b_stacked),
+        topk_weights.contiguous() if mul_routed_weight else None, sorted_token_ids.contiguous(), expert_ids.contiguous(),
+        num_tokens_post_padded.contiguous(), None if lora_ranks is None else lora_ranks.contiguous(), offset, tiles,
     )  # fmt: skip
-    shrink, splits = tiles.shrink, tiles.shrink.splits
-    block_r = config.block_r(max_rank)
-    constants = {
-        "TOP_K": top_k, "ROWS_PER_INPUT": top_k if hidden_states.shape[0] == num_tokens else 1, "SPLITS": splits,
-        "EVEN_K": in_features % shrink.block_k == 0,
-        "MORE_RANKS": max_rank > MAX_EXPAND_R, "BLOCK_M": tiles.block_m, "BLOCK_K": shrink.block_k, "BLOCK_R": block_r,
-        "BLOCK_RN": min(max(triton.next_power_of_2(max_rank), 16), MAX_EXPAND_R), "BLOCK_N": tiles.block_n,
-        "ROWS": tiles.rows, "SPAN": span, "CHUNK": min(triton.next_power_of_2(max_loras), 128),
-    }  # fmt: skip
-    with on_device(output.device):
-        pdl = pdl_options(output.device)
-        constants |= {"USE_PDL": bool(pdl), **pdl}
-        for begin in range(0, len(lora_a_stacked), 2):
-            a, b = lora_a_stacked[begin : begin + 2], lora_b_stacked[begin : begin + 2]
-            z = new_z(output, splits, num_pairs, len(a) * max_rank)
-            first = offset + begin * out_features
-            two = len(a) == 2
-            a_strides, b_strides = (*_strides(a[0]), *_strides(a[-1])), (*_strides(b[0]), *_strides(b[-1]))
-            args = (
-                output, hidden_states, z, a[0], a[1] if two else None, b[0], b[1] if two else None, weights, *table, ranks,
-                *sizes, first, hidden_states.stride(0), *a_strides, *b_strides, output.stride(0), output.stride(1), z.stride(1),
-            )  # fmt: skip
-            constants |= {
-                "UNIT_K": _unit(in_features, hidden_states.stride(0), *a_strides),
-                "UNIT_R": _unit(max_rank, *b_strides),
-                "UNIT_N": _unit(out_features, first, output.stride(0), output.stride(1)),
-            }
-            stages = [(True, True, 1, tiles.num_warps)] if tiles.fused else [
-                (True, False, triton.cdiv(max_rank, block_r) * splits, shrink.num_warps),
-                (False, True, triton.cdiv(len(a) * triton.cdiv(out_features, tiles.block_n), tiles.columns), tiles.num_warps),
-            ]  # fmt: skip
-            for does_shrink, does_expand, programs, num_warps in stages:
-                grid = min(num_units, (2**31 - 1) // programs) * programs
-                delta_kernel[(grid,)](
-                    *args, programs, SHRINK=does_shrink, EXPAND=does_expand,
-                    num_warps=num_warps, num_stages=shrink.num_stages, **constants,
-                )  # fmt: skip
 
 
-MAX_EXPAND_R = 64
-WIDE = 8  # elements of 16 bits in one access of 16 bytes
+def _pairs_of_slices(call: Call) -> list[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """(first slice, its A and B with those of the next): x and its rows are read once for two."""
+    return [(n, call.lora_a[n : n + 2], call.lora_b[n : n + 2]) for n in range(0, len(call.lora_a), 2)]
+
+
+def _grid(windows: int, programs: int, most: int) -> int:
+    """Whole windows of `programs` programs each, about `most` programs at most."""
+    return min(windows, max(most // programs, 1)) * programs
 
 
 def _unit(*sizes: int) -> int:
