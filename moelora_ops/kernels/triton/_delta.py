@@ -158,10 +158,8 @@ def delta_shrink_kernel(
     k_steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLITS)
     k_begin = split * k_steps * BLOCK_K
     k_end = tl.minimum(k_begin + k_steps * BLOCK_K, in_features)
-    z_rank = floor_to(max_rank, UNIT_R)
     z_stride = floor_to(stride_zm, UNIT_R)
-    columns = tl.arange(0, NUM_SLICES * BLOCK_R)
-    ranks = rank_begin + columns % BLOCK_R
+    ranks = rank_begin + tl.arange(0, BLOCK_R)
     ks = tl.arange(0, BLOCK_K)
     blocks, ends, num_windows = count_windows(
         num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
@@ -175,30 +173,37 @@ def delta_shrink_kernel(
         while begin < num_blocks:
             expert, begin, valid = next_run(begin, num_blocks, experts, pairs, num_pairs, block_size, parts, BLOCK_M, SPAN)
             if (expert >= 0) & (expert < num_experts) & (rank_begin < rank):
-                a_rows = a0_ptr + row_offsets(slot, expert, ranks, stride_a0l, stride_a0e, stride_a0r, UNIT_K)
+                x_rows = (pairs // ROWS_PER_INPUT).to(tl.int64) * floor_to(stride_xm, UNIT_K)
+                x_ptrs = x_ptr + k_begin + x_rows[:, None] + ks[None, :]
+                a_rows = row_offsets(slot, expert, ranks, stride_a0l, stride_a0e, stride_a0r, UNIT_K)
+                a0_ptrs = a0_ptr + k_begin + a_rows[None, :] + ks[:, None]
+                a1_ptrs = a0_ptrs
                 if NUM_SLICES == 2:
-                    a1_rows = a1_ptr + row_offsets(slot, expert, ranks, stride_a1l, stride_a1e, stride_a1r, UNIT_K)
-                    a_rows = tl.where(columns < BLOCK_R, a_rows, a1_rows)
-                a_ptrs = a_rows[None, :] + (k_begin + ks)[:, None]
-                x_rows = x_ptr + k_begin + (pairs // ROWS_PER_INPUT).to(tl.int64) * floor_to(stride_xm, UNIT_K)
-                x_ptrs = x_rows[:, None] + ks[None, :]
-                a_live = (ranks < rank)[None, :]
-                z = tl.zeros((BLOCK_M, NUM_SLICES * BLOCK_R), tl.float32)
+                    a_rows = row_offsets(slot, expert, ranks, stride_a1l, stride_a1e, stride_a1r, UNIT_K)
+                    a1_ptrs = a1_ptr + k_begin + a_rows[None, :] + ks[:, None]
+                live = (ranks < rank)[None, :]
+                z0 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+                z1 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
                 for k in range(k_begin, k_end, BLOCK_K):
-                    if EVEN_K:
-                        x = tl.load(x_ptrs, mask=valid[:, None], other=0.0)
-                        a = tl.load(a_ptrs, mask=a_live, other=0.0)
-                    else:
+                    x_mask, a_mask = valid[:, None], live
+                    if not EVEN_K:
                         inside = floor_to(ks, UNIT_K) < k_end - k
-                        x = tl.load(x_ptrs, mask=valid[:, None] & inside[None, :], other=0.0)
-                        a = tl.load(a_ptrs, mask=a_live & inside[:, None], other=0.0)
-                    z = tl.dot(x, a, z, input_precision="ieee")
+                        x_mask &= inside[None, :]
+                        a_mask &= inside[:, None]
+                    x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+                    z0 = tl.dot(x, tl.load(a0_ptrs, mask=a_mask, other=0.0), z0, input_precision="ieee")
+                    if NUM_SLICES == 2:
+                        z1 = tl.dot(x, tl.load(a1_ptrs, mask=a_mask, other=0.0), z1, input_precision="ieee")
                     x_ptrs += BLOCK_K
-                    a_ptrs += BLOCK_K
-                z_rows = split.to(tl.int64) * num_pairs + pairs
-                z_ptrs = z_ptr + z_rows[:, None] * z_stride + (columns // BLOCK_R * z_rank + ranks)[None, :]
+                    a0_ptrs += BLOCK_K
+                    a1_ptrs += BLOCK_K
+                z_rows = (split.to(tl.int64) * num_pairs + pairs) * z_stride
+                z_ptrs = z_ptr + z_rows[:, None] + ranks[None, :]
                 z_mask = valid[:, None] & (floor_to(ranks, UNIT_R) < rank)[None, :]
-                tl.store(z_ptrs, tl.where(a_live, z, 0.0).to(z_ptr.dtype.element_ty), mask=z_mask)
+                tl.store(z_ptrs, tl.where(live, z0, 0.0).to(z_ptr.dtype.element_ty), mask=z_mask)
+                if NUM_SLICES == 2:
+                    z_ptrs += floor_to(max_rank, UNIT_R)
+                    tl.store(z_ptrs, tl.where(live, z1, 0.0).to(z_ptr.dtype.element_ty), mask=z_mask)
 
 
 @triton.jit(
