@@ -185,6 +185,45 @@ def test_any_configuration_gives_the_result(monkeypatch: pytest.MonkeyPatch) -> 
         check(case)
 
 
+def test_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short last block of an expert goes through the smaller tile, a longer one through the whole."""
+    gemms = (config.Gemm(64, 16, 32, 4, 2, tail_m=16), config.Gemm(64, 32, 32, 4, 2, tail_m=32))
+    tiles = config.Experts(*gemms, config.Shrink(32, 1, 4, 2), config.Shrink(32, 1, 4, 2), segment_m=16, combine_n=32)
+    monkeypatch.setattr(config, "experts", lambda problem, device: tiles)
+    monkeypatch.setattr(experts, "_PLANS", {})
+    for num_tokens in (11, 60, 77, 90):
+        check(TINY.like(num_tokens=num_tokens, num_experts=1, top_k=1))
+
+
+DIRECT = TINY.like(num_tokens=2, num_experts=16, top_k=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DIRECT,
+        DIRECT.like(num_tokens=1, adapters="none"),
+        DIRECT.like(bias=True, activation="swigluoai", swiglu_limit=0.5, interleaved=True),
+        DIRECT.like(gated=False, activation="relu2", routed_scaling_factor=2.5),
+        DIRECT.like(apply_router_weight_on_input=True, shared_outer=True),
+        DIRECT.like(num_global_experts=40, stray_ids=True, ids_dtype=torch.int64, disabled=(1,)),
+        DIRECT.like(strided=True, bias=True, max_lora_rank=21, ranks=(3, 21)),
+        DIRECT.like(max_lora_rank=160, ranks=(160, 65)),
+        DIRECT.like(max_lora_rank=64, ranks=(64, 8), dtype=torch.float16),
+    ],
+    ids=["plain", "nobody", "gpt-oss", "ungated", "weight-on-input", "stray", "strided", "wide", "half"],
+)
+def test_few_pairs_need_no_routing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block for each pair, three launches: values, and the base's bits without an adapter."""
+    monkeypatch.setattr(experts, "route", None)
+    monkeypatch.setattr(experts, "_PLANS", {})
+    check(case)
+    inputs = case.make()
+    nobody = inputs.replace(token_lora_mapping=torch.full_like(inputs.token_lora_mapping, -1))
+    assert_bitwise(launch(nobody), launch(inputs, adapters=False))
+    assert all(type(plan) is experts.DirectPlan for plan in experts._PLANS.values())
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("group_m", [1, 3])
 def test_copy_engine(interleaved: bool, group_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,4 +237,4 @@ def test_copy_engine(interleaved: bool, group_m: int, monkeypatch: pytest.Monkey
         interleaved=interleaved, dtype=torch.float16,
     )  # fmt: skip
     check(case)
-    assert all(plan.w13_descriptor and plan.w2_descriptor and plan.act_descriptor for plan in experts._PLANS.values())
+    assert all(plan.w13_descriptor and plan.w2_descriptor for plan in experts._PLANS.values())

@@ -15,6 +15,7 @@ variants over all batch sizes is a small constant.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Gemm:
     num_stages: int
     group_m: int = 1  # blocks of rows that share a tile of weights while it is in L2
     tma: bool = False  # weights by the copy engine, where strides and addresses allow
-    act_tma: bool = True  # with tma, act too
+    tail_m: int = 0  # a block of no more rows than this is done with a tile of so many; 0: all with block_m
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Experts:
     shrink2: Shrink
     segment_m: int  # rows of a shrink program: pairs of one (expert, adapter)
     combine_n: int  # columns of a combine program
+    direct: bool = False  # few pairs: no routing and no shrinks, a block for each pair
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ MAX_SHRINK_PROGRAMS = 1056  # 8 a multiprocessor of an H200; they stride over wh
 MAX_EXPAND_PROGRAMS = 2112  # of the delta op: smaller ones, 16 a multiprocessor
 MAX_EXPAND_R = 64  # ranks of one step of the delta op's expand
 MIN_WGMMA_M = 64
+MAX_DIRECT_R = 64
 
 
 def block_r(max_rank: int) -> int:
@@ -138,6 +141,11 @@ def block_r(max_rank: int) -> int:
     A tile is computed whole, so it must not be much wider than the smallest adapters of the pool; 16 is the least of tl.dot.
     """
     return 16 if max_rank <= 16 else MAX_BLOCK_R
+
+
+def direct_block_r(max_rank: int) -> int:
+    """Ranks that ride along with the weights of a direct kernel: all of them, up to what fits."""
+    return 16 if max_rank <= 16 else 32 if max_rank <= 32 else MAX_DIRECT_R
 
 
 def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
@@ -160,7 +168,8 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
             return False  # both walk the same expert blocks
         shrinks = [(config.shrink13, config.segment_m, problem.num_slices), (config.shrink2, config.segment_m, 1)]
         tiles = [config.segment_m, config.combine_n, *(t for g, _ in gemms for t in (g.block_m, g.block_n, g.block_k))]
-        shared = [_gemm_shared(gemm, slices, problem) for gemm, slices in gemms]
+        tiles += [g.tail_m for g, _ in gemms if g.tail_m]
+        shared = [_gemm_shared(gemm, slices, problem, config.direct) for gemm, slices in gemms]
         accumulators = [(g.num_warps, slices * g.block_m * g.block_n) for g, slices in gemms]
     tiles += [s.block_k for s, _, _ in shrinks]
     shared += [_shrink_shared(s, rows, slices, problem) for s, rows, slices in shrinks]
@@ -177,9 +186,10 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
     )
 
 
-def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem) -> int:
+def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem, direct: bool) -> int:
     """Bytes of shared memory of a base GEMM: its pipeline, or what the expand and the store need after it."""
-    stage = (gemm.block_m + num_weights * gemm.block_n) * gemm.block_k * problem.dtype.itemsize
+    columns = gemm.block_n + (MAX_DIRECT_R if direct else 0)  # A rides along
+    stage = (gemm.block_m + num_weights * columns) * gemm.block_k * problem.dtype.itemsize
     return max(gemm.num_stages * stage, _expand_shared(gemm.block_m, gemm.block_n, problem))
 
 
@@ -196,6 +206,11 @@ def _shrink_shared(shrink: Shrink, block_m: int, num_slices: int, problem: Probl
 
 def _experts_rules(problem: Problem) -> Iterator[Experts]:
     """Best first; the last one fits every device."""
+    if problem.num_pairs <= 32 and 4 * problem.num_pairs <= problem.num_experts:  # hardly two pairs share an expert
+        small = problem.dtype == torch.float32
+        for stages in (3, 2):
+            gemm = Gemm(16, 32, 32, 4, stages) if small else Gemm(16, 64, 128, 4, stages, 1, True)
+            yield dataclasses.replace(_experts(problem, gemm, gemm, shrink_k=32 if small else 128), direct=True)
     if problem.dtype == torch.float32:  # full precision has no tensor cores: small tiles, made to be exact, not fast
         block_m = 16 if problem.num_pairs <= 16 * problem.num_experts else 32
         gemm = Gemm(block_m, 32, 32, 4, 2)
@@ -206,7 +221,7 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     rows = problem.num_pairs / problem.num_experts
     if rows > 64:  # H200: 5 % slower with one stage less at T = 2048, 3 % faster at T = 8192
         for stages in (4, 3, 2) if rows <= 256 else (3, 2):
-            gate_up, down = Gemm(128, 128, 64, 8, stages, 8, True), Gemm(128, 256, 64, 8, stages, 8, True)
+            gate_up, down = Gemm(128, 128, 64, 8, stages, 8, True, 64), Gemm(128, 256, 64, 8, stages, 8, True, 64)
             yield _experts(problem, gate_up, down, segment_m=32 if rows <= 256 else 64, shrink_k=128 if rows <= 256 else 64)
     if rows > 16:
         for stages in (4, 3, 2):
@@ -221,8 +236,9 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
 
 
 def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int = 16, shrink_k: int = 128) -> Experts:
-    wide = gate_up.block_m >= MIN_WGMMA_M  # `is_valid` says why it has no splits
-    splits = [1 if wide else _splits(problem, k, shrink_k) for k in (problem.in_features, problem.out_features)]
+    # gate_up starts before its shrink ends and hides it, and summing splits costs gate_up registers (H200, T = 8: 25 us with 4).
+    few = problem.num_pairs <= 32
+    splits = [_splits(problem, k, shrink_k) if few else 1 for k in (problem.in_features, problem.out_features)]
     warps = 2 if segment_m == 16 else 4  # H200, T = 32: 13.0 us with 2 warps, 14.1 with 4
     shrink13, shrink2 = (Shrink(shrink_k, s, warps, min(4, gate_up.num_stages + 1)) for s in splits)
     # One token has few programs to share its sum; many tokens have enough.
@@ -232,7 +248,6 @@ def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int = 16
 def _splits(problem: Problem, in_features: int, block_k: int) -> int:
     """Splits of K: a segment block is one program, and a few of them in serial loops over K leave most of the device idle."""
     wanted = next((s for pairs, s in ((16, 8), (64, 4), (256, 2)) if problem.num_pairs <= pairs), 1)
-    wanted = wanted if in_features > 1024 else min(wanted, 2)  # H200, I = 768: 3.5 us with 2, 3.8 with 4 (T = 8)
     return max(1, min(wanted, in_features // block_k))
 
 

@@ -4,9 +4,9 @@ An adapter of rank r is cdiv(r, 16) *rank tiles*. The tiles of all segments in a
 routing's table, so WIDTH / 16 of them, whoever they belong to, are merged along K: z is masked to the rows of each tile's own
 segment, B is gathered from as many adapters. A block of 32 rows and 8 adapters takes 2 dots, not 8 (H200, T = 512).
 
-A zero in z does not keep out a NaN of another adapter's B, nor of B past a rank. Four tiles with something that is not finite
-end the fast loop: the rest is done without what is not finite, and the rows that own it are set to NaN (same dots, so the same
-bits for everybody else).
+A zero in z does not keep out a NaN of another adapter's B, nor of B past a rank. That is let happen, and seen afterwards in the
+accumulators (`not_finite`): the block is then done again with SAFE, which leaves out of the dots what is not finite and sets the
+rows that own it to NaN. The look costs 1 %; a check of every tile of B, with or without a branch, cost 10 % (H200, T = 2048).
 """
 
 from __future__ import annotations
@@ -57,14 +57,12 @@ def load_z(z_ptr, offsets, mask, split_stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def all_finite(b0, b1):
-    """Whether two tiles hold neither NaN nor infinity, by the largest of their exponents."""
-    if b0.dtype == tl.float32:
-        top = tl.maximum(b0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, b1.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        return tl.max(tl.max(top, axis=1), axis=0) < 0x7F800000
-    else:
-        top = tl.maximum(b0.to(tl.int16, bitcast=True) & 0x7FFF, b1.to(tl.int16, bitcast=True) & 0x7FFF)
-        return tl.max(tl.max(top, axis=1), axis=0) < (0x7F80 if b0.dtype == tl.bfloat16 else 0x7C00)
+def not_finite(acc0, acc1, NUM_SLICES: tl.constexpr):
+    """Whether an accumulator holds NaN or infinity: a product with zero is zero for everything else."""
+    probe = tl.sum(tl.sum(acc0 * 0.0, axis=1), axis=0)
+    if NUM_SLICES == 2:
+        probe += tl.sum(tl.sum(acc1 * 0.0, axis=1), axis=0)
+    return probe != 0.0
 
 
 @triton.jit
@@ -94,41 +92,30 @@ def expand(
     NUM_SLICES: tl.constexpr,
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,  # elements that one load of B may take
+    SAFE: tl.constexpr,
 ):
     """acc_s[row, col] += sum over j < rank of z[row, s, j] * B_s[slot(row), col, j], for every row with an adapter."""
-    t = first_tile
-    clean = first_tile < end_tile
-    while (t < end_tile) & clean:
+    for t in tl.range(first_tile, end_tile, WIDTH // 16, num_stages=1):
         tile = (t + tl.arange(0, WIDTH) // 16)[None, :]
         mask = (begin[:, None] <= tile) & (tile < end[:, None])
         offsets = z_offsets[:, None] + j[None, :]
         b0 = load_b(b_ptr, b0_offsets, slot, j, rank, stride_bl, col_mask, VEC)
         z0 = load_z(z_ptr, offsets, mask, split_stride, SPLITS)
-        b1 = b0
         if NUM_SLICES == 2:
             b1 = load_b(b_ptr, b1_offsets, slot, j, rank, stride_bl, col_mask, VEC)
             z1 = load_z(z_ptr + tiles_per_slot * 16, offsets, mask, split_stride, SPLITS)
+        inside = j < rank
         slot, j, rank = tile_columns(
             t + WIDTH // 16, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH
         )
-        clean = all_finite(b0, b1)
-        if clean:
+        if SAFE:
+            acc0 = expand_safely(acc0, z0, b0, inside, begin, end, t)
+            if NUM_SLICES == 2:
+                acc1 = expand_safely(acc1, z1, b1, inside, begin, end, t)
+        else:
             acc0 = tl.dot(z0.to(b0.dtype), tl.trans(b0), acc0, input_precision="ieee")
             if NUM_SLICES == 2:
                 acc1 = tl.dot(z1.to(b1.dtype), tl.trans(b1), acc1, input_precision="ieee")
-            t += WIDTH // 16
-    if t < end_tile:
-        for u in tl.range(t, end_tile, WIDTH // 16, num_stages=1):
-            slot, j, rank = tile_columns(u, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
-            tile = (u + tl.arange(0, WIDTH) // 16)[None, :]
-            mask = (begin[:, None] <= tile) & (tile < end[:, None])
-            offsets = z_offsets[:, None] + j[None, :]
-            b = load_b(b_ptr, b0_offsets, slot, j, rank, stride_bl, col_mask, VEC)
-            acc0 = expand_safely(acc0, load_z(z_ptr, offsets, mask, split_stride, SPLITS), b, j < rank, begin, end, u)
-            if NUM_SLICES == 2:
-                z = load_z(z_ptr + tiles_per_slot * 16, offsets, mask, split_stride, SPLITS)
-                b = load_b(b_ptr, b1_offsets, slot, j, rank, stride_bl, col_mask, VEC)
-                acc1 = expand_safely(acc1, z, b, j < rank, begin, end, u)
     return acc0, acc1
 
 

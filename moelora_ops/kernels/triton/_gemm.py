@@ -38,8 +38,7 @@ def load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last):
 
 @triton.jit
 def project(
-    x,  # [BLOCK_M, BLOCK_K] pointers of the first step, or with X_TMA a descriptor of [rows, in_features]
-    first,
+    x,  # [BLOCK_M, BLOCK_K] pointers of the first step
     row_mask,
     w,  # [BLOCK_K, BLOCK_N] pointers into slice 0, or with W_TMA a descriptor of [E, S, N, in] (INTERLEAVED: [E, N, S, in])
     w1,  # pointers into slice 1
@@ -49,7 +48,6 @@ def project(
     in_features,
     NUM_SLICES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -57,20 +55,14 @@ def project(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,  # None: the kernel's num_stages
 ):
-    """(x W_0^T, x W_1^T), fp32 [BLOCK_M, BLOCK_N]; the second is zero when NUM_SLICES is 1.
-
-    With X_TMA rows past the block are other experts' or undefined: each stays in its own row, and is not stored.
-    """
+    """(x W_0^T, x W_1^T), fp32 [BLOCK_M, BLOCK_N]; the second is zero when NUM_SLICES is 1."""
     acc0 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     ks = tl.arange(0, BLOCK_K)
     for k in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):
         k_mask = ks < in_features - k
-        if X_TMA:
-            a = x.load([first, k])
-        else:
-            a = tl.load(x, mask=row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :], other=0.0)
-            x += BLOCK_K
+        a = tl.load(x, mask=row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :], other=0.0)
+        x += BLOCK_K
         w_mask = col_mask[None, :] if EVEN_K else col_mask[None, :] & k_mask[:, None]
         if W_TMA:
             b = load_weight(w, expert, 0, tile * BLOCK_N, k, INTERLEAVED, BLOCK_N, BLOCK_K)

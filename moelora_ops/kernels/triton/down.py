@@ -6,8 +6,63 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import WIDTH, expand, tile_columns
+from ._expand import WIDTH, expand, not_finite, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
+
+
+@triton.jit
+def down_block(
+    act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr,
+    expert, first, last, tile,
+    num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size,
+    stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm,
+    W_TMA: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of out, at most BLOCK_M rows; returns whether it has to be done again with SAFE."""
+    rows = first + tl.arange(0, BLOCK_M)
+    row_mask = rows < last
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = columns < hidden_size
+    act_ptrs = act_ptr + rows.to(tl.int64)[:, None] * intermediate_size + tl.arange(0, BLOCK_K)[None, :]
+    if W_TMA:
+        w = w2
+    else:
+        w = w2 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None] + columns.to(tl.int64)[None, :] * stride_wn
+    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
+        begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
+        tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
+        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
+    acc, _ = project(
+        act_ptrs, row_mask, w, w, expert, tile, col_mask, intermediate_size,
+        1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,
+    )  # fmt: skip
+    if not SAFE:
+        if WAIT_LATE:
+            gdc_wait(USE_PDL)
+        gdc_launch(USE_PDL)
+
+    again = False
+    if z_ptr is not None:
+        b_offsets = columns.to(tl.int64) * stride_bn * VEC
+        acc, _ = expand(
+            acc, acc, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot,
+            z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
+            b2_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
+            b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC, SAFE,
+        )  # fmt: skip
+        if not SAFE:
+            again = not_finite(acc, acc, 1) & (first_tile < end_tile)
+
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_e + columns, mask=col_mask, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    pairs = tl.load(tables_ptr + 4 + rows, mask=row_mask, other=0)
+    if topk_weights_ptr is not None:
+        acc *= tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
+    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * hidden_size + columns[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    return again
 
 
 @triton.jit(
@@ -15,7 +70,7 @@ from ._gemm import load_block, load_row_tiles, locate, project
     do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr"],
 )
 def down_kernel(
-    act,  # pointer, or with X_TMA a descriptor of [P, I]
+    act_ptr,
     w2,  # pointer, or with W_TMA a descriptor of [E, 1, H, I]
     bias_ptr,
     out_ptr,
@@ -40,12 +95,12 @@ def down_kernel(
     stride_be,
     stride_bn,
     stride_zm,
-    X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,  # rows up to which a block is done with a smaller tile; 0: none is
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -64,46 +119,25 @@ def down_kernel(
         if WAIT_LATE:  # a grid that ends without waiting would vouch for a kernel that still runs
             gdc_wait(USE_PDL)
         return
-    rows = first + tl.arange(0, BLOCK_M)
-    row_mask = rows < last
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = columns < hidden_size
-
-    if X_TMA:
-        x = act
-    else:
-        x = act + rows.to(tl.int64)[:, None] * intermediate_size + tl.arange(0, BLOCK_K)[None, :]
-    if W_TMA:
-        w = w2
-    else:
-        w = w2 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None] + columns.to(tl.int64)[None, :] * stride_wn
-    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
-        begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
-        tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
-        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
-    acc, _ = project(
-        x, first, row_mask, w, w, expert, tile, col_mask, intermediate_size,
-        1, False, X_TMA, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
-    )  # fmt: skip
-    if WAIT_LATE:
-        gdc_wait(USE_PDL)
-    gdc_launch(USE_PDL)
-
-    if z_ptr is not None:
-        z_offsets = rows.to(tl.int64) * stride_zm
-        split_stride = tl.cast(num_pairs, tl.int64) * stride_zm
-        b_ptr, stride_bl = b2_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC
-        b_offsets = columns.to(tl.int64) * stride_bn * VEC
-        acc, _ = expand(
-            acc, acc, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot, z_ptr, z_offsets, split_stride,
-            b_ptr, stride_bl, b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC,
+    if TAIL_M > 0 and last - first <= TAIL_M:
+        again = down_block(
+            act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn, stride_bias_e,
+            stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, WAIT_LATE, False,
+            USE_PDL,
         )  # fmt: skip
-
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_e + columns, mask=col_mask, other=0.0)
-        acc += bias.to(tl.float32)[None, :]
-    pairs = tl.load(tables_ptr + 4 + rows, mask=row_mask, other=0)
-    if topk_weights_ptr is not None:
-        acc *= tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
-    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * hidden_size + columns[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    else:
+        again = down_block(
+            act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn, stride_bias_e,
+            stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, WAIT_LATE, False,
+            USE_PDL,
+        )  # fmt: skip
+    if z_ptr is not None:
+        if again:
+            down_block(
+                act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last,
+                tile, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn,
+                stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N,
+                BLOCK_K, WAIT_LATE, True, USE_PDL,
+            )  # fmt: skip

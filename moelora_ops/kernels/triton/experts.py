@@ -18,6 +18,7 @@ from .. import config
 from ._common import has_pdl, on_device
 from ._launch import Launch, current_stream
 from .combine import combine_kernel
+from .direct import direct_down_kernel, direct_gate_up_kernel
 from .down import down_kernel
 from .gate_up import gate_up_kernel
 from .route import route
@@ -60,41 +61,43 @@ class Call(NamedTuple):
 class Plan:
     """The launches of every call with the same `Call.key`."""
 
-    def __init__(self, call: Call, tiles: config.Experts | None = None, device: torch.device | None = None) -> None:
-        """Compiles what is not compiled yet; `device` is for calls made of meta tensors, which have no memory."""
-        x, w13, w2 = call.hidden_states, call.w13, call.w2
-        self.device, self.dtype = device or x.device, x.dtype
-        (self.num_tokens, self.top_k), self.num_experts = call.topk_ids.shape, w13.shape[0]
+    def __init__(self, call: Call, tiles: config.Experts, device: torch.device | None = None) -> None:
+        """`device` is for calls made of meta tensors, which have no memory."""
+        x, w2 = call.hidden_states, call.w2
+        self.device, self.dtype, self.tiles = device or x.device, x.dtype, tiles
+        self.num_tokens, self.top_k = call.topk_ids.shape
         self.num_pairs = self.num_tokens * self.top_k
-        self.hidden_size, self.intermediate_size = w2.shape[1:]
+        self.num_experts, self.hidden_size, self.intermediate_size = w2.shape
         self.num_slices = 2 if call.gated else 1
-        problem = config.Problem(
-            self.num_pairs, self.num_experts, self.hidden_size, self.intermediate_size, self.num_slices, self.dtype
-        )
-        self.tiles = tiles = tiles or config.experts(problem, config.describe(self.device))
         slots = [b for b in (call.lora_b13, call.lora_b2) if b is not None]
         self.max_loras, self.max_rank = (slots[0].shape[0], slots[0].shape[3]) if slots else (0, 0)
+        self.pdl = has_pdl(self.device)
+        # The kernels only look at types and alignment while they are compiled: one empty buffer stands for all scratch.
+        self._build(call, x.new_empty(16))
+
+    def _build(self, call: Call, scratch: Tensor) -> None:
+        tiles, tables = self.tiles, scratch.view(torch.int32)
         self.rank_width = 16 * triton.cdiv(self.max_rank, 16)  # columns of z of one slice: whole rank tiles
         self.sizes = RoutingSizes.of(
             self.num_pairs, self.num_experts, self.max_loras, self.max_rank, tiles.gate_up.block_m, tiles.segment_m
         )
-        self.pdl = has_pdl(self.device)
-        # The kernels only look at types and alignment while they are compiled: one empty buffer stands for all scratch.
-        scratch = x.new_empty(16)
-        tables = scratch.view(torch.int32)
+        x = call.hidden_states
         self.shrink13 = self._shrink(call, x, call.lora_a13, tiles.shrink13, self.top_k, self.num_slices, tables, scratch)
         self.gate_up = self._gate_up(call, tables, scratch)
         self.shrink2 = self._shrink(call, scratch, call.lora_a2, tiles.shrink2, 0, 1, tables, scratch)
         self.down = self._down(call, tables, scratch)
-        self.combine = Launch(
+        self.combine = self._combine(call, scratch)
+
+    def _combine(self, call: Call, scratch: Tensor) -> Launch:
+        return Launch(
             combine_kernel,
-            (self.num_tokens, triton.cdiv(self.hidden_size, tiles.combine_n)),
+            (self.num_tokens, triton.cdiv(self.hidden_size, self.tiles.combine_n)),
             (scratch, call.topk_ids, call.expert_map, scratch),
             (
                 self.num_experts, 0 if call.expert_map is None else call.expert_map.shape[0], self.hidden_size,
                 call.routed_scaling_factor,
             ),
-            {"TOP_K": self.top_k, "BLOCK_N": tiles.combine_n, "USE_PDL": self.pdl},
+            {"TOP_K": self.top_k, "BLOCK_N": self.tiles.combine_n, "USE_PDL": self.pdl},
             device=self.device, num_warps=4,
         )  # fmt: skip
 
@@ -130,14 +133,18 @@ class Plan:
             device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
+    def _b_strides(self, lora_b: Tensor) -> tuple[int, tuple[int, ...]]:
+        """(elements that one load of B may take, strides of slot, expert and row in units of them)."""
+        strides = (lora_b.stride(0), 0 if lora_b.shape[1] == 1 else lora_b.stride(1), lora_b.stride(2))
+        vec = 8 if self.dtype.itemsize == 2 and all(s % 8 == 0 for s in (*strides, lora_b.data_ptr() // 2)) else 1
+        vec = vec if self.max_rank % 8 == 0 else 1  # a vector past the pool's rank may be past the end of B
+        return vec, tuple(s // vec for s in strides)
+
     def _expand(self, lora_b: Tensor | None, splits: int, num_slices: int) -> tuple[dict[str, Any], tuple[int, ...]]:
         """Constants and strides that gate_up and down have for the adapters' part."""
         if lora_b is None:
             return {"SPLITS": 1, "VEC": 1, "WAIT_LATE": False}, (0, 0, 0, 0)
-        strides = (lora_b.stride(0), 0 if lora_b.shape[1] == 1 else lora_b.stride(1), lora_b.stride(2))
-        vec = 8 if self.dtype.itemsize == 2 and all(s % 8 == 0 for s in (*strides, lora_b.data_ptr() // 2)) else 1
-        vec = vec if self.max_rank % 8 == 0 else 1  # a vector past the pool's rank may be past the end of B
-        strides = tuple(s // vec for s in strides)
+        vec, strides = self._b_strides(lora_b)
         return {"SPLITS": splits, "VEC": vec, "WAIT_LATE": True}, (*strides, num_slices * self.rank_width)
 
     def _gate_up(self, call: Call, tables: Tensor, scratch: Tensor) -> Launch:
@@ -169,14 +176,12 @@ class Plan:
         tiles, w2 = self.tiles.down, call.w2
         constants, strides = self._expand(call.lora_b2, self.tiles.shrink2.splits, 1)
         self.w2_descriptor = tiles.tma and _describable(w2)
-        self.act_descriptor = self.w2_descriptor and self.intermediate_size % 8 == 0 and tiles.act_tma
         weights_out = None if call.apply_router_weight_on_input else call.topk_weights
-        act = self._describe_act(scratch) if self.act_descriptor else scratch
         return Launch(
             down_kernel,
             (self.sizes.num_expert_blocks * triton.cdiv(self.hidden_size, tiles.block_n),),
             (
-                act, self._describe_w2(call) if self.w2_descriptor else w2, call.w2_bias, scratch, weights_out,
+                scratch, self._describe_w2(call) if self.w2_descriptor else w2, call.w2_bias, scratch, weights_out,
                 None if call.lora_b2 is None else scratch.view(self._z(self.tiles.shrink2.splits)), call.lora_b2,
                 call.lora_ranks if call.lora_b2 is not None else None, tables,
             ),
@@ -184,7 +189,7 @@ class Plan:
                 *self._sizes(), self.hidden_size, self.intermediate_size, w2.stride(0), w2.stride(1),
                 0 if call.w2_bias is None else call.w2_bias.stride(0), *strides,
             ),
-            {"X_TMA": self.act_descriptor, "W_TMA": self.w2_descriptor, **constants, **self._gemm(tiles, self.intermediate_size)},
+            {"W_TMA": self.w2_descriptor, **constants, **self._gemm(tiles, self.intermediate_size)},
             device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
@@ -196,8 +201,8 @@ class Plan:
 
     def _gemm(self, tiles: config.Gemm, in_features: int) -> dict[str, Any]:
         return {
-            "EVEN_K": in_features % tiles.block_k == 0, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
-            "BLOCK_K": tiles.block_k, "GROUP_M": tiles.group_m, "USE_PDL": self.pdl,
+            "EVEN_K": in_features % tiles.block_k == 0, "BLOCK_M": tiles.block_m, "TAIL_M": tiles.tail_m,
+            "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GROUP_M": tiles.group_m, "USE_PDL": self.pdl,
         }  # fmt: skip
 
     def _describe_w13(self, call: Call) -> TensorDescriptor:
@@ -215,10 +220,6 @@ class Plan:
         tiles, (expert, row, _) = self.tiles.down, call.w2.stride()
         shape = [self.num_experts, 1, self.hidden_size, self.intermediate_size]
         return TensorDescriptor(call.w2, shape, [expert, expert, row, 1], [1, 1, tiles.block_n, tiles.block_k])
-
-    def _describe_act(self, act: Tensor) -> TensorDescriptor:
-        tiles, width = self.tiles.down, self.intermediate_size
-        return TensorDescriptor(act, [self.num_pairs, width], [width, 1], [tiles.block_m, tiles.block_k])
 
     def run(self, call: Call) -> Tensor:
         """Launch everything on the current stream.
@@ -249,8 +250,7 @@ class Plan:
             self.shrink2(stream, act, call.lora_a2, z, tables, call.lora_ranks)
         rows = x.new_empty((self.num_pairs, self.hidden_size))
         self.down(
-            stream, self._describe_act(act) if self.act_descriptor else act,
-            self._describe_w2(call) if self.w2_descriptor else call.w2, call.w2_bias, rows,
+            stream, act, self._describe_w2(call) if self.w2_descriptor else call.w2, call.w2_bias, rows,
             None if call.apply_router_weight_on_input else call.topk_weights, z, call.lora_b2,
             None if z is None else call.lora_ranks, tables,
         )  # fmt: skip
@@ -261,6 +261,92 @@ class Plan:
     def _new_z(self, splits: int, num_slices: int) -> Tensor:
         shape = (splits, self.num_pairs, num_slices * self.rank_width)
         return torch.empty(shape, dtype=self._z(splits), device=self.device)
+
+
+class DirectPlan(Plan):
+    """gate_up, down, combine: for batches of a few pairs (see `direct`)."""
+
+    def _build(self, call: Call, scratch: Tensor) -> None:
+        self.gate_up = self._direct(call, call.hidden_states, call.w13, call.w13_bias, call.lora_a13, call.lora_b13, scratch)
+        self.down = self._direct(call, scratch, call.w2, call.w2_bias, call.lora_a2, call.lora_b2, scratch)
+        self.combine = self._combine(call, scratch)
+
+    def _direct(
+        self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+        scratch: Tensor,
+    ) -> Launch:  # fmt: skip
+        first = weight is call.w13
+        tiles = self.tiles.gate_up if first else self.tiles.down
+        described = tiles.tma and _describable(weight)
+        vec, b_strides = (1, (0, 0, 0)) if lora_b is None else self._b_strides(lora_b)
+        a_strides = (0, 0, 0)
+        if lora_a is not None:
+            a_strides = (lora_a.stride(0), 0 if lora_a.shape[1] == 1 else lora_a.stride(1), lora_a.stride(2))
+        constants = {
+            "TOP_K": self.top_k, "W_TMA": described, "VEC": vec, "EVEN_K": weight.shape[2] % tiles.block_k == 0,
+            "BLOCK_M": 16, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "BLOCK_R": config.direct_block_r(self.max_rank),
+            "USE_PDL": self.pdl,
+        }  # fmt: skip
+        scalars = (
+            self.num_experts, 0 if call.expert_map is None else call.expert_map.shape[0], self.max_loras, self.max_rank,
+            self.hidden_size, self.intermediate_size, *((x.stride(0),) if first else ()), weight.stride(0), weight.stride(1),
+            0 if bias is None else bias.stride(0), *a_strides, *b_strides,
+        )  # fmt: skip
+        if first:
+            self.w13_descriptor = described
+            scalars += (call.swiglu_alpha, call.swiglu_limit)
+            constants |= {"ACTIVATION": call.activation, "GATED": call.gated, "INTERLEAVED": call.interleaved}
+            weight_argument: Any = self._describe_w13(call) if described else weight
+        else:
+            self.w2_descriptor = described
+            weight_argument = self._describe_w2(call) if described else weight
+        return Launch(
+            direct_gate_up_kernel if first else direct_down_kernel,
+            (self.num_pairs * triton.cdiv(self.intermediate_size if first else self.hidden_size, tiles.block_n),),
+            (
+                x, weight_argument, bias, scratch, call.topk_weights if call.apply_router_weight_on_input == first else None,
+                call.topk_ids, *self._lora(call, lora_a, lora_b),
+            ),
+            scalars, constants, device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+    @staticmethod
+    def _lora(call: Call, lora_a: Tensor | None, lora_b: Tensor | None) -> tuple[Tensor | None, ...]:
+        """mapping, enabled, expert_map, A, B and ranks as both kernels take them: without adapters all but the map are None."""
+        if lora_a is None:
+            return None, None, call.expert_map, None, None, None
+        return call.token_lora_mapping, call.adapter_enabled, call.expert_map, lora_a, lora_b, call.lora_ranks
+
+    def run(self, call: Call) -> Tensor:
+        x, stream = call.hidden_states, current_stream(self.device)
+        weights_in, weights_out = (call.topk_weights, None) if call.apply_router_weight_on_input else (None, call.topk_weights)
+        act = x.new_empty((self.num_pairs, self.intermediate_size))
+        self.gate_up(
+            stream, x, self._describe_w13(call) if self.w13_descriptor else call.w13, call.w13_bias, act, weights_in,
+            call.topk_ids, *self._lora(call, call.lora_a13, call.lora_b13),
+        )  # fmt: skip
+        rows = x.new_empty((self.num_pairs, self.hidden_size))
+        self.down(
+            stream, act, self._describe_w2(call) if self.w2_descriptor else call.w2, call.w2_bias, rows, weights_out,
+            call.topk_ids, *self._lora(call, call.lora_a2, call.lora_b2),
+        )  # fmt: skip
+        out = x.new_empty((self.num_tokens, self.hidden_size))
+        self.combine(stream, rows, call.topk_ids, call.expert_map, out)
+        return out
+
+
+def make_plan(call: Call, tiles: config.Experts | None = None, device: torch.device | None = None) -> Plan:
+    """The plan of a call, by its own configuration or the given one. Compiles what is not compiled yet."""
+    tiles = tiles or config.experts(problem(call), config.describe(device or call.hidden_states.device))
+    return (DirectPlan if tiles.direct else Plan)(call, tiles, device)
+
+
+def problem(call: Call) -> config.Problem:
+    num_experts, hidden_size, intermediate_size = call.w2.shape
+    slices = 2 if call.gated else 1
+    return config.Problem(
+        call.topk_ids.numel(), num_experts, hidden_size, intermediate_size, slices, call.hidden_states.dtype
+    )
 
 
 def _describable(weight: Tensor) -> bool:
@@ -281,7 +367,7 @@ def plan(call: Call) -> Plan:
     if found is None:
         if len(_PLANS) >= _MAX_PLANS:  # a size of batch and a set of strides each: never in serving
             _PLANS.clear()
-        found = _PLANS[key] = Plan(call)
+        found = _PLANS[key] = make_plan(call)
     return found
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import WIDTH, expand, tile_columns
+from ._expand import WIDTH, expand, not_finite, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -30,6 +30,76 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constex
     if GATED:
         gate = gate * up
     return gate
+
+
+@triton.jit
+def gate_up_block(
+    x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr,
+    expert, first, last, tile,
+    num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size,
+    stride_xm, stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr,
+    SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of act, at most BLOCK_M rows; returns whether it has to be done again with SAFE."""
+    rows = first + tl.arange(0, BLOCK_M)
+    row_mask = rows < last
+    pairs = tl.load(tables_ptr + 4 + rows, mask=row_mask, other=0)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = columns < intermediate_size
+    gate_columns = columns.to(tl.int64)
+    up_columns = gate_columns + intermediate_size
+    if INTERLEAVED:
+        gate_columns = gate_columns * 2
+        up_columns = gate_columns + 1
+
+    x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
+    if W_TMA:
+        w, w1 = w13, w13
+    else:
+        w_ptr = w13 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None]
+        w = w_ptr + gate_columns[None, :] * stride_wn
+        w1 = w_ptr + up_columns[None, :] * stride_wn
+    num_slices: tl.constexpr = 2 if GATED else 1
+    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
+        begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
+        tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
+        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
+    gate, up = project(
+        x_ptrs, row_mask, w, w1, expert, tile, col_mask, hidden_size,
+        num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,
+    )  # fmt: skip
+    if not SAFE:
+        if WAIT_LATE:
+            gdc_wait(USE_PDL)
+        gdc_launch(USE_PDL)
+
+    again = False
+    if z_ptr is not None:
+        gate, up = expand(
+            gate, up, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot,
+            z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
+            b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
+            gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
+            num_slices, SPLITS, VEC, SAFE,
+        )  # fmt: skip
+        if not SAFE:
+            again = not_finite(gate, up, num_slices) & (first_tile < end_tile)
+
+    if topk_weights_ptr is not None:
+        weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
+        gate *= weight
+        up *= weight
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * stride_bias_e
+        gate += tl.load(bias_ptr + gate_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + up_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    act = activate(gate, up, alpha, limit, ACTIVATION, GATED)
+    act_ptrs = act_ptr + rows.to(tl.int64)[:, None] * intermediate_size + columns[None, :]
+    tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    return again
 
 
 @triton.jit(
@@ -74,6 +144,7 @@ def gate_up_kernel(
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,  # rows up to which a block is done with a smaller tile; 0: none is
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -92,56 +163,25 @@ def gate_up_kernel(
         if WAIT_LATE:  # a grid that ends without waiting would vouch for a kernel that still runs
             gdc_wait(USE_PDL)
         return
-    rows = first + tl.arange(0, BLOCK_M)
-    row_mask = rows < last
-    pairs = tl.load(tables_ptr + 4 + rows, mask=row_mask, other=0)
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = columns < intermediate_size
-    gate_columns = columns.to(tl.int64)
-    up_columns = gate_columns + intermediate_size
-    if INTERLEAVED:
-        gate_columns = gate_columns * 2
-        up_columns = gate_columns + 1
-
-    x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
-    if W_TMA:
-        w, w1 = w13, w13
-    else:
-        w_ptr = w13 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None]
-        w = w_ptr + gate_columns[None, :] * stride_wn
-        w1 = w_ptr + up_columns[None, :] * stride_wn
-    num_slices: tl.constexpr = 2 if GATED else 1
-    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
-        begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
-        tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
-        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
-    gate, up = project(
-        x_ptrs, 0, row_mask, w, w1, expert, tile, col_mask, hidden_size,
-        num_slices, INTERLEAVED, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
-    )  # fmt: skip
-    if WAIT_LATE:
-        gdc_wait(USE_PDL)
-    gdc_launch(USE_PDL)
-
-    if z_ptr is not None:
-        z_offsets = rows.to(tl.int64) * stride_zm
-        split_stride = tl.cast(num_pairs, tl.int64) * stride_zm
-        b_ptr, stride_bl = b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC
-        gate, up = expand(
-            gate, up, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot, z_ptr, z_offsets, split_stride,
-            b_ptr, stride_bl, gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
-            num_slices, SPLITS, VEC,
+    if TAIL_M > 0 and last - first <= TAIL_M:
+        again = gate_up_block(
+            x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
+            stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
+            W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
-
-    if topk_weights_ptr is not None:
-        weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
-        gate *= weight
-        up *= weight
-    if bias_ptr is not None:
-        bias_ptr += expert.to(tl.int64) * stride_bias_e
-        gate += tl.load(bias_ptr + gate_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias_ptr + up_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    act = activate(gate, up, alpha, limit, ACTIVATION, GATED)
-    act_ptrs = act_ptr + rows.to(tl.int64)[:, None] * intermediate_size + columns[None, :]
-    tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    else:
+        again = gate_up_block(
+            x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
+            stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
+            W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, WAIT_LATE, False, USE_PDL,
+        )  # fmt: skip
+    if z_ptr is not None:
+        if again:
+            gate_up_block(
+                x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last,
+                tile, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
+                stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
+                W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, WAIT_LATE, True, USE_PDL,
+            )  # fmt: skip
