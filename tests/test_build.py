@@ -13,6 +13,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPABILITIES = (80, 90, 100)
+WITHOUT_KERNELS = ("execute",)  # it launches those that others compiled
 SORTS = {"align": {"_align_count", "_align_place"}, "route": {"_route_count", "_route_place"}}
 
 
@@ -60,5 +61,5 @@ def test_cuda_sources_compile_without_warnings(tmp_path: Path) -> None:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
         spills = [line for line in done.stderr.splitlines() if "spill stores" in line]
-        assert len(spills) >= len(CAPABILITIES) * 3
+        assert len(spills) >= (0 if source.stem in WITHOUT_KERNELS else len(CAPABILITIES) * 3)
         assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills

@@ -57,6 +57,15 @@ def test_number_of_variants_is_a_small_constant() -> None:
     assert max(few.values()) <= 16, few
 
 
+def test_parameters_of_the_layer_are_those_of_its_kernels() -> None:
+    """A launch list passes what the compiled code declares, in number and size: pointers, scalars, tensor maps."""
+    report = _run_script("parameters", 2048, "bfloat16", "gpt-oss", 16) + _run_script("parameters", 1, "bfloat16", "qwen", 16)
+    assert {name for name, *_ in report} >= LAYER_KERNELS | {"direct_gate_up_kernel", "direct_down_kernel"}
+    for name, passed, declared in report:
+        assert passed == declared, name
+    assert any(128 in passed for _, passed, _ in report)
+
+
 def _run_script(*arguments: Any) -> Any:
     """The JSON that this file prints as a script."""
     pytest.importorskip("triton")
@@ -74,10 +83,10 @@ def _target(capability: int) -> None:
     from aot_compile import CompileOnlyDriver
 
     from moelora_ops.kernels import config
-    from moelora_ops.kernels.triton import _launch, delta, experts
+    from moelora_ops.kernels.triton import _launch, _plan, delta, experts
 
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
-    for module in (_launch, delta, experts):
+    for module in (_launch, _plan, delta):
         module.has_pdl = lambda device: capability >= 90  # type: ignore[attr-defined]
     config.describe = lambda device: config.Device("target", SHARED_MEMORY[capability])  # type: ignore[assignment]
     _launch.Launch.__call__ = lambda *_: None  # type: ignore[method-assign]  # it was compiled when it was made
@@ -143,6 +152,26 @@ def _compile(capability: int, num_tokens: int, dtype: str, model: str, rank: int
     return list(report.values())
 
 
+def _parameters(num_tokens: int, dtype: str, model: str, rank: int) -> list[tuple[str, list[int], list[int]]]:
+    """(kernel, bytes of each parameter in a launch list, the same as declared in PTX) of each stage of the layer."""
+    from collections import defaultdict
+
+    from moelora_ops.kernels.triton import _launch
+
+    _target(90)
+    stages: list[Any] = []
+    _launch.Launch.__call__ = lambda self, *_: stages.append(self)  # type: ignore[method-assign]
+    _call_both_ops(num_tokens, getattr(torch, dtype), model, rank)
+    report = []
+    for stage in [stage for stage in stages if stage.names]:
+        slots: Any = defaultdict(lambda: _launch.Slot(0))
+        head = stage._compiled.asm["ptx"].partition(".entry")[2].partition("{")[0]
+        kinds = re.findall(r"\.param (?:\.align \d+ )?\.([a-z])(\d+)[^\n\[]*(?:\[(\d+)\])?", head)
+        declared = [int(count) if count else int(bits) // 8 for _, bits, count in kinds]
+        report.append((stage._kernel.__name__, [size for size, _ in stage.parameters(slots)], declared))
+    return report
+
+
 def _registers(ptx: str, capability: int) -> tuple[int, int]:
     """(registers, bytes spilled) of a thread, as ptxas counts them."""
     from triton.backends.nvidia.compiler import get_ptxas
@@ -180,4 +209,4 @@ def _variants(sizes: list[int]) -> dict[str, int]:
 
 if __name__ == "__main__":
     mode, *arguments = json.loads(sys.argv[1])
-    print(json.dumps({"compile": _compile, "variants": _variants}[mode](*arguments)))
+    print(json.dumps({"compile": _compile, "parameters": _parameters, "variants": _variants}[mode](*arguments)))

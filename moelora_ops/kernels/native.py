@@ -11,7 +11,7 @@ import ctypes
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
@@ -55,18 +55,84 @@ CPU_MISSING: str = _load("_C_cpu")
 CUDA_MISSING: str = _load_cuda()
 
 
-def _route_entry() -> Any:
-    """The C function `moelora_route(const RouteArgs*, stream)` of csrc/cuda/route.cu; None where `_C_cuda` does not serve."""
+def _entry(name: str, *argument_types: Any) -> Any:
+    """A C function of `_C_cuda` that returns an int; None where the extension does not serve."""
     if CUDA_MISSING:
         return None
-    entry = ctypes.CDLL(str(_find("_C_cuda")[0])).moelora_route
-    entry.argtypes, entry.restype = (ctypes.c_char_p, ctypes.c_void_p), ctypes.c_int
+    entry = getattr(ctypes.CDLL(str(_find("_C_cuda")[0])), name)
+    entry.argtypes, entry.restype = argument_types, ctypes.c_int
     return entry
 
 
-_ROUTE = _route_entry()
+_ROUTE = _entry("moelora_route", ctypes.c_char_p, ctypes.c_void_p)  # csrc/cuda/route.h
+_EXECUTE = _entry("moelora_execute", ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p)  # csrc/cuda/execute.cu
+_HAS_PARAMETERS = _entry("moelora_has_parameters", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64)
 _ROUTE_ARGS = struct.Struct("6Q12i")  # six addresses, twelve ints
 _NOT_SERVED = -1
+VALUE, ADDRESS, TENSOR_MAP = range(3)  # kinds of parameters in a program, see csrc/cuda/execute.cu
+
+
+def execute(program: bytes, addresses: bytes, stream: int) -> bool:
+    """Launch every kernel of a program on a stream of the current device; False, and nothing done, where that is not served.
+
+    Args: program, addresses: 64-bit words, see csrc/cuda/execute.cu.
+    Raises: RuntimeError where CUDA refuses a launch.
+    """
+    error: int = _EXECUTE(program, len(program) // 8, addresses, stream)
+    if error > 0:
+        raise RuntimeError(f"a kernel could not be launched: CUDA error {error}")
+    return error == 0
+
+
+def has_parameters(function: int, sizes: Sequence[int]) -> bool:
+    """Whether a loaded kernel has exactly these parameters (bytes of each); False where nobody can tell."""
+    return _HAS_PARAMETERS is not None and _HAS_PARAMETERS(function, struct.pack(f"={len(sizes)}Q", *sizes), len(sizes)) == 1
+
+
+def launch_words(
+    function: int, grid: Sequence[int], threads: int, shared: int, dependent: int, num_parameters: int, parameters: Sequence[int]
+) -> list[int]:
+    """One launch of a program: function handle, grid, threads of a block, bytes of shared memory, dependent launch."""
+    return [function, *grid, threads, shared, dependent, num_parameters, *parameters]
+
+
+def route_words(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    adapter_enabled: Tensor | None,
+    expert_map: Tensor | None,
+    slots: Sequence[Sequence[int] | None],
+    sizes: RoutingSizes,
+    *,
+    dependent: bool,
+) -> list[int]:
+    """`route` as part of a program; `slots` are those of its five inputs and the tables, in order, None where there is none."""
+    numbers = _route_numbers(topk_ids, token_lora_mapping, adapter_enabled, expert_map, sizes, dependent)
+    ids, mapping, ranks, enabled, experts, tables = ([VALUE, 0] if slot is None else [ADDRESS, *slot] for slot in slots)
+    words = [*ids, *mapping, *enabled, *experts, *ranks, *tables, *(word for n in numbers for word in (VALUE, n))]
+    return launch_words(0, (1, 1, 1), 0, 0, 0, 18, words)
+
+
+def _route_numbers(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    adapter_enabled: Tensor | None,
+    expert_map: Tensor | None,
+    sizes: RoutingSizes,
+    dependent: bool,
+) -> tuple[int, ...]:
+    """The ints of RouteArgs in csrc/cuda/route.h."""
+    flags = 16 * dependent + (topk_ids.itemsize == 8) + 2 * (token_lora_mapping.itemsize == 8)
+    num_global_experts = sizes.num_experts
+    if adapter_enabled is not None:
+        flags += 4 * (adapter_enabled.itemsize == 4)
+    if expert_map is not None:
+        num_global_experts = expert_map.shape[0]
+        flags += 8 * (expert_map.itemsize == 8)
+    return (
+        sizes.num_pairs, topk_ids.shape[1], sizes.num_experts, num_global_experts, sizes.max_loras, sizes.rank_tiles,
+        sizes.block_m, sizes.segment_m, sizes.num_expert_blocks, sizes.num_segment_blocks, sizes.num_tiles, flags,
+    )  # fmt: skip
 
 
 def route(
@@ -89,21 +155,9 @@ def route(
     """
     if _ROUTE is None or not topk_ids.is_cuda:
         return False
-    flags = 16 * dependent + (topk_ids.itemsize == 8) + 2 * (token_lora_mapping.itemsize == 8)
-    enabled_ptr = map_ptr = 0
-    num_global_experts = sizes.num_experts
-    if adapter_enabled is not None:
-        enabled_ptr = adapter_enabled.data_ptr()
-        flags += 4 * (adapter_enabled.itemsize == 4)
-    if expert_map is not None:
-        map_ptr, num_global_experts = expert_map.data_ptr(), expert_map.shape[0]
-        flags += 8 * (expert_map.itemsize == 8)
-    args = _ROUTE_ARGS.pack(
-        topk_ids.data_ptr(), token_lora_mapping.data_ptr(), enabled_ptr, map_ptr,
-        0 if lora_ranks is None else lora_ranks.data_ptr(), tables.data_ptr(),
-        sizes.num_pairs, topk_ids.shape[1], sizes.num_experts, num_global_experts, sizes.max_loras, sizes.rank_tiles,
-        sizes.block_m, sizes.segment_m, sizes.num_expert_blocks, sizes.num_segment_blocks, sizes.num_tiles, flags,
-    )  # fmt: skip
+    pointers = (topk_ids, token_lora_mapping, adapter_enabled, expert_map, lora_ranks, tables)
+    numbers = _route_numbers(topk_ids, token_lora_mapping, adapter_enabled, expert_map, sizes, dependent)
+    args = _ROUTE_ARGS.pack(*(0 if t is None else t.data_ptr() for t in pointers), *numbers)
     error: int = _ROUTE(args, torch._C._cuda_getCurrentRawStream(topk_ids.get_device()))
     if error > 0:
         raise RuntimeError(f"route could not be launched: CUDA error {error}")

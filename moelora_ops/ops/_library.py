@@ -43,13 +43,20 @@ def register(
     return getattr(torch.ops.moelora, name).default
 
 
-def refuse_backward(op: Any) -> None:
-    """Make the float results of `op` (its return, or the first argument it writes) raise when backward reaches them."""
+def refuse_backward(op: Any, *, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+    """Make the float results of `op` (its return, or the first argument it writes) raise when backward reaches them.
+
+    Where nothing stands between autograd and the kernel `cpu` or `cuda`, it is called without going through the dispatcher
+    again, which would take apart and put together all arguments twice: half of what an eager call costs.
+    """
     name = op._schema.name.partition("::")[2]
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
     function: Any = _RefuseInPlace if writes else _RefusePure
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    kernels = {("CPU", "AutogradCPU"): cpu, ("CUDA", "AutogradCUDA"): cuda}
+    next_of = {_keys(*names).raw_repr(): kernel for names, kernel in kernels.items()}
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and _has_tangent((*args, *kwargs.values())):
             raise NotImplementedError(f"moelora::{name} has no forward derivative: it serves inference only")
         edge = _first_requiring_grad((*args, *kwargs.values())) if torch.is_grad_enabled() else None
@@ -57,9 +64,15 @@ def refuse_backward(op: Any) -> None:
             result = function.apply(args[0], edge, name, op, args, kwargs)
             return None if writes else result
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
+            return next_of.get(keys.raw_repr(), op)(*args, **kwargs)
 
-    LIBRARY.impl(name, kernel, "Autograd")
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _keys(*names: str) -> Any:
+    """The set of these dispatch keys: that of a call on plain tensors outside all modes and transforms."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    return keys if len(names) == 1 else keys | _keys(*names[1:])
 
 
 # A real op, so that compiling a forward whose inputs require grad works and only running its backward raises.

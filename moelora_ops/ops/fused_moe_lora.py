@@ -27,7 +27,7 @@ def _cuda(*args: Any, **kwargs: Any) -> None:
 
 
 _OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
-_library.refuse_backward(_OP)
+_library.refuse_backward(_OP, cpu=_cpu, cuda=_cuda)
 
 
 def fused_moe_lora(

@@ -70,10 +70,10 @@ def without_pdl(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tenso
     """Call a function with every kernel launched after the end of the one before it."""
 
     def call(function: Callable[[], Tensor]) -> Tensor:
-        from moelora_ops.kernels.triton import _common, _launch, delta, experts, route
+        from moelora_ops.kernels.triton import _common, _launch, _plan, delta, experts, route
 
         with monkeypatch.context() as patch:
-            for module in (_common, _launch, delta, experts, route):
+            for module in (_common, _launch, _plan, delta, route):
                 patch.setattr(module, "has_pdl", lambda device: False)
             for module in (delta, experts):
                 patch.setattr(module, "_PLANS", {})  # launches are bound with or without it
