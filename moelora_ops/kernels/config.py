@@ -39,6 +39,7 @@ class Gemm:
     num_stages: int
     group_m: int = 1  # blocks of rows that share a tile of weights while it is in L2
     tma: bool = False  # weights by the copy engine, where strides and addresses allow
+    expand_stages: int = 2  # of the loop over rank tiles, four of which are one step
     tail_m: int = 0  # a block of no more rows than this is done with a tile of so many; 0: all with block_m
 
 
@@ -164,7 +165,7 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
     else:
         block_m = config.gate_up.block_m
         gemms = [(config.gate_up, problem.num_slices), (config.down, 1)]
-        if config.down.block_m != block_m or min(g.num_stages for g, _ in gemms) < 1:
+        if config.down.block_m != block_m or min(s for g, _ in gemms for s in (g.num_stages, g.expand_stages)) < 1:
             return False  # both walk the same expert blocks
         shrinks = [(config.shrink13, config.segment_m, problem.num_slices), (config.shrink2, config.segment_m, 1)]
         tiles = [config.segment_m, config.combine_n, *(t for g, _ in gemms for t in (g.block_m, g.block_n, g.block_k))]
@@ -190,13 +191,10 @@ def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem, direct: bool) -
     """Bytes of shared memory of a base GEMM: its pipeline, or what the expand and the store need after it."""
     columns = gemm.block_n + (MAX_DIRECT_R if direct else 0)  # A rides along
     stage = (gemm.block_m + num_weights * columns) * gemm.block_k * problem.dtype.itemsize
-    return max(gemm.num_stages * stage, _expand_shared(gemm.block_m, gemm.block_n, problem))
-
-
-def _expand_shared(block_m: int, block_n: int, problem: Problem) -> int:
-    """Bytes of shared memory of an expand: both operands, or a tile of results on its way to a coalesced store."""
-    itemsize = problem.dtype.itemsize
-    return max((block_m + block_n) * MAX_BLOCK_R * itemsize, block_m * block_n * itemsize)
+    # A step of the expand: 64 columns of z and of B for each weight. The results on their way to a coalesced store.
+    step = num_weights * (gemm.block_m + gemm.block_n) * 64 * problem.dtype.itemsize
+    store = gemm.block_m * gemm.block_n * problem.dtype.itemsize
+    return max(gemm.num_stages * stage, gemm.expand_stages * step, store)
 
 
 def _shrink_shared(shrink: Shrink, block_m: int, num_slices: int, problem: Problem) -> int:
@@ -209,11 +207,11 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     if problem.num_pairs <= 32 and 4 * problem.num_pairs <= problem.num_experts:  # hardly two pairs share an expert
         small = problem.dtype == torch.float32
         for stages in (3, 2):
-            gemm = Gemm(16, 32, 32, 4, stages) if small else Gemm(16, 64, 128, 4, stages, 1, True)
+            gemm = Gemm(16, 32, 32, 4, stages, expand_stages=1) if small else Gemm(16, 64, 128, 4, stages, 1, True)
             yield dataclasses.replace(_experts(problem, gemm, gemm, shrink_k=32 if small else 128), direct=True)
     if problem.dtype == torch.float32:  # full precision has no tensor cores: small tiles, made to be exact, not fast
         block_m = 16 if problem.num_pairs <= 16 * problem.num_experts else 32
-        gemm = Gemm(block_m, 32, 32, 4, 2)
+        gemm = Gemm(block_m, 32, 32, 4, 2, expand_stages=1)
         yield _experts(problem, gemm, gemm, shrink_k=32)
         return
     # Rows an expert gets on average decide: below 8 the bytes of the weights are everything and rows are padding; a tile of
@@ -221,7 +219,7 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     rows = problem.num_pairs / problem.num_experts
     if rows > 64:  # H200: 5 % slower with one stage less at T = 2048, 3 % faster at T = 8192
         for stages in (4, 3, 2) if rows <= 256 else (3, 2):
-            gate_up, down = Gemm(128, 128, 64, 8, stages, 8, True, 64), Gemm(128, 256, 64, 8, stages, 8, True, 64)
+            gate_up, down = Gemm(128, 128, 64, 8, stages, 8, True, tail_m=64), Gemm(128, 256, 64, 8, stages, 8, True, tail_m=64)
             yield _experts(problem, gate_up, down, segment_m=32 if rows <= 256 else 64, shrink_k=128 if rows <= 256 else 64)
     if rows > 16:
         for stages in (4, 3, 2):
@@ -231,7 +229,7 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
             for stages in (3, 2):
                 gemm = Gemm(block_m, 64, 128, 4, stages, 1, True)
                 yield _experts(problem, gemm, gemm)
-    gemm = Gemm(16, 32, 64, 4, 2)
+    gemm = Gemm(16, 32, 64, 4, 2, expand_stages=1)
     yield _experts(problem, gemm, gemm, shrink_k=64)
 
 

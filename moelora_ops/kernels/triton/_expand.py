@@ -5,7 +5,7 @@ routing's table, so WIDTH / 16 of them, whoever they belong to, are merged along
 segment, B is gathered from as many adapters. A block of 32 rows and 8 adapters takes 2 dots, not 8 (H200, T = 512).
 
 A zero in z does not keep out a NaN of another adapter's B, nor of B past a rank. That is let happen, and seen afterwards in the
-accumulators (`not_finite`): the block is then done again with SAFE, which leaves out of the dots what is not finite and sets the
+accumulators (`not_finite`): the tile is then done again with SAFE, which leaves out of the dots what is not finite and sets the
 rows that own it to NaN. The look costs 1 %; a check of every tile of B, with or without a branch, cost 10 % (H200, T = 2048).
 """
 
@@ -16,6 +16,7 @@ import triton.language as tl
 
 RANK_TILE = 16
 WIDTH = tl.constexpr(64)
+CHUNK = tl.constexpr(64)  # tiles of a program that looks for those to do again
 
 
 @triton.jit
@@ -42,9 +43,10 @@ def tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max
 @triton.jit
 def load_b(b_ptr, b_offsets, slot, j, rank, stride_bl, col_mask, VEC: tl.constexpr):
     """B[slot[k], col, j[k]] as [BLOCK_N, WIDTH]; zero from the first whole vector past the rank on."""
-    # Whole vectors of VEC elements: a mask that changes inside one would make every load a scalar one.
-    mask = col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :]
-    return tl.load(b_ptr + b_offsets[:, None] + (slot.to(tl.int64) * stride_bl + j)[None, :], mask=mask, other=0.0)
+    # Whole vectors of VEC elements: a mask that changes inside one would make every load a scalar one. Triton cannot see it.
+    mask = tl.max_constancy(col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :], [1, VEC])
+    offsets = b_offsets[:, None] + (slot.to(tl.int64) * stride_bl + j)[None, :]
+    return tl.load(b_ptr + tl.multiple_of(tl.max_contiguous(offsets, [1, VEC]), [1, VEC]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -92,10 +94,13 @@ def expand(
     NUM_SLICES: tl.constexpr,
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,  # elements that one load of B may take
+    STAGES: tl.constexpr,  # of the loop over rank tiles
     SAFE: tl.constexpr,
 ):
     """acc_s[row, col] += sum over j < rank of z[row, s, j] * B_s[slot(row), col, j], for every row with an adapter."""
-    for t in tl.range(first_tile, end_tile, WIDTH // 16, num_stages=1):
+    for t in tl.range(first_tile, end_tile, WIDTH // 16, num_stages=STAGES):
+        if STAGES > 1:  # a pipeline finds the next columns by itself; one stage gets them while its dots run
+            slot, j, rank = tile_columns(t, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
         tile = (t + tl.arange(0, WIDTH) // 16)[None, :]
         mask = (begin[:, None] <= tile) & (tile < end[:, None])
         offsets = z_offsets[:, None] + j[None, :]
@@ -105,9 +110,10 @@ def expand(
             b1 = load_b(b_ptr, b1_offsets, slot, j, rank, stride_bl, col_mask, VEC)
             z1 = load_z(z_ptr + tiles_per_slot * 16, offsets, mask, split_stride, SPLITS)
         inside = j < rank
-        slot, j, rank = tile_columns(
-            t + WIDTH // 16, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH
-        )
+        if STAGES == 1:
+            slot, j, rank = tile_columns(
+                t + WIDTH // 16, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH
+            )
         if SAFE:
             acc0 = expand_safely(acc0, z0, b0, inside, begin, end, t)
             if NUM_SLICES == 2:

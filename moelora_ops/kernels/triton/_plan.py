@@ -65,7 +65,7 @@ class BasePlan:
 
     def _values(self, call: Call, memory: dict[str, Tensor]) -> dict[str, Any]:
         """What the names of the stages' tensors stand for."""
-        values: dict[str, Any] = {**dict(zip(TENSORS, call)), **memory}
+        values: dict[str, Any] = {**dict(zip(TENSORS, call)), **memory, "w2_ptr": call.w2}
         if self.w13_descriptor:
             values["w13"] = self._describe_w13(call)
         if self.w2_descriptor:
@@ -106,7 +106,7 @@ class BasePlan:
     def _list(self, call: Call) -> LaunchList | None:
         slots = {name: Slot(at) for at, name in enumerate(TENSORS)}
         slots |= {name: Slot(_SCRATCH, at) for name, (at, _, _) in self.scratch.sections.items()}
-        slots["out"] = Slot(_OUT)
+        slots |= {"out": Slot(_OUT), "w2_ptr": slots["w2"]}
         first = self._prepare_words(call, slots)
         return None if first is None else LaunchList.of(self.stages, slots, len(TENSORS) + 2, first)
 

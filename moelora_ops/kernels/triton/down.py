@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import WIDTH, expand, not_finite, tile_columns
+from ._expand import CHUNK, WIDTH, expand, not_finite, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -17,7 +17,8 @@ def down_block(
     num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size,
     stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm,
     W_TMA: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of out, at most BLOCK_M rows; returns whether it has to be done again with SAFE."""
     rows = first + tl.arange(0, BLOCK_M)
@@ -49,7 +50,8 @@ def down_block(
             acc, acc, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot,
             z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
             b2_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
-            b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC, SAFE,
+            b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC,
+            1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
         if not SAFE:
             again = not_finite(acc, acc, 1) & (first_tile < end_tile)
@@ -67,7 +69,7 @@ def down_block(
 
 @triton.jit(
     do_not_specialize=["num_pairs", "num_experts", "max_loras", "max_rank", "expert_blocks_at", "tiles_at", "num_blocks"],
-    do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr"],
+    do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr", "again_ptr"],
 )
 def down_kernel(
     act_ptr,
@@ -79,6 +81,7 @@ def down_kernel(
     b2_ptr,
     ranks_ptr,
     tables_ptr,
+    again_ptr,  # [blocks, tiles] out: which tiles are left to `down_again_kernel`; None: this kernel sees to them
     num_pairs,
     num_experts,
     max_loras,
@@ -104,6 +107,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EXPAND_STAGES: tl.constexpr,
     WAIT_LATE: tl.constexpr,  # the kernel before is the shrink: it vouches for act, and only z is waited for
     USE_PDL: tl.constexpr,
 ):
@@ -123,21 +127,57 @@ def down_kernel(
         again = down_block(
             act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn, stride_bias_e,
-            stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, WAIT_LATE, False,
-            USE_PDL,
+            stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K,
+            EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     else:
         again = down_block(
             act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn, stride_bias_e,
-            stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, WAIT_LATE, False,
-            USE_PDL,
+            stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     if z_ptr is not None:
-        if again:
+        if again_ptr is not None:
+            tl.store(again_ptr + block.to(tl.int64) * tl.cdiv(hidden_size, BLOCK_N) + tile, again.to(tl.int32))
+        elif again:
             down_block(
                 act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last,
                 tile, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn,
                 stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N,
-                BLOCK_K, WAIT_LATE, True, USE_PDL,
+                BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
             )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_experts", "max_loras", "max_rank", "expert_blocks_at", "tiles_at", "num_blocks"],
+    do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr", "again_ptr"],
+)
+def down_again_kernel(
+    act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, again_ptr, num_pairs,
+    num_experts, max_loras, max_rank, expert_blocks_at, tiles_at, num_blocks, hidden_size, intermediate_size, stride_we,
+    stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA: tl.constexpr, SPLITS: tl.constexpr, VEC:
+    tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
+    tl.constexpr, GROUP_M: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Do again, with SAFE, the tiles that `down_kernel` left to it: none, but for adapters that are not finite.
+
+    A kernel of its own, because as a branch of the other it cost that one registers (H200, T = 2048: 10 % with adapters).
+    Grid: one program per CHUNK tiles.
+    """
+    gdc_wait(USE_PDL)
+    gdc_launch(USE_PDL)
+    num_tiles = tl.cdiv(hidden_size, BLOCK_N)
+    count = tl.load(tables_ptr + 1) * num_tiles
+    begin = tl.program_id(0) * CHUNK
+    index = begin + tl.arange(0, CHUNK)
+    if tl.max(tl.load(again_ptr + index, mask=index < count, other=0), axis=0) > 0:
+        for i in range(begin, tl.minimum(begin + CHUNK, count)):
+            if tl.load(again_ptr + i) != 0:
+                expert, first, last = load_block(tables_ptr, i // num_tiles, expert_blocks_at, num_experts)
+                down_block(
+                    act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last,
+                    i % num_tiles, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we,
+                    stride_wn,                     stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N,
+                    BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
+                )  # fmt: skip

@@ -16,12 +16,13 @@ from torch import Tensor
 from ...routing import RoutingSizes
 from .. import config, native
 from ._common import has_pdl, on_device
+from ._expand import CHUNK
 from ._launch import Launch, Slot
 from ._plan import BasePlan
 from .call import Call, key_of, prepare
 from .direct import direct_down_kernel, direct_gate_up_kernel
-from .down import down_kernel
-from .gate_up import gate_up_kernel
+from .down import down_again_kernel, down_kernel
+from .gate_up import gate_up_again_kernel, gate_up_kernel
 from .route import route
 from .shrink import shrink_kernel
 
@@ -43,6 +44,12 @@ class Plan(BasePlan):
             self._add_z("z13", tiles.shrink13, self.num_slices, free)
         end = free if call.lora_a2 is None else self._add_z("z2", tiles.shrink2, 1, free)
         self.scratch.add("rows", p * self.hidden_size, self.dtype, at=end)
+        # Tiles of a GEMM that are to be done again: by a kernel of its own where a branch would cost the tiles registers.
+        self.apart = tiles.gate_up.block_m >= config.MIN_WGMMA_M
+        if self.apart and self.max_loras:
+            widths = ((self.intermediate_size, tiles.gate_up), (self.hidden_size, tiles.down))
+            columns = max(triton.cdiv(width, gemm.block_n) for width, gemm in widths)
+            self.scratch.add("again", self.sizes.num_expert_blocks * columns, torch.int32)
 
     def _add_z(self, name: str, tiles: config.Shrink, num_slices: int, at: int) -> int:
         """fp32 for partial sums, the dtype of the inputs where the sum is whole."""
@@ -52,11 +59,13 @@ class Plan(BasePlan):
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
         x_stride = call.hidden_states.stride(0)
         self.shrink13 = self._shrink(values, ("hidden_states", "lora_a13", "z13"), self.tiles.shrink13, x_stride, self.num_slices)
-        self.gate_up = self._gate_up(call, values)
+        self.gate_up, self.gate_up_again = self._gate_up(call, values)
         self.shrink2 = self._shrink(values, ("act", "lora_a2", "z2"), self.tiles.shrink2, self.intermediate_size, 1)
-        self.down = self._down(call, values)
+        self.down, self.down_again = self._down(call, values)
         self.combine = self._combine(call, values)
-        stages = (self.shrink13, self.gate_up, self.shrink2, self.down, self.combine)
+        stages = (
+            self.shrink13, self.gate_up, self.gate_up_again, self.shrink2, self.down, self.down_again, self.combine
+        )  # fmt: skip
         return [stage for stage in stages if stage is not None]
 
     def _prepare(self, call: Call, memory: dict[str, Tensor]) -> None:
@@ -112,15 +121,17 @@ class Plan(BasePlan):
         vec, strides = self._b_strides(lora_b)
         return {"SPLITS": splits, "VEC": vec, "WAIT_LATE": True}, (*strides, num_slices * self.rank_width)
 
-    def _gate_up(self, call: Call, values: dict[str, Any]) -> Launch:
+    def _gate_up(self, call: Call, values: dict[str, Any]) -> tuple[Launch, Launch | None]:
         tiles, w13, lora = self.tiles.gate_up, call.w13, call.lora_b13 is not None
         constants, strides = self._expand(call.lora_b13, self.tiles.shrink13.splits, self.num_slices)
-        return self._stage(
+        return self._gemm_stages(
             gate_up_kernel,
-            (self.sizes.num_expert_blocks * triton.cdiv(self.intermediate_size, tiles.block_n),),
+            gate_up_again_kernel,
+            self.sizes.num_expert_blocks * triton.cdiv(self.intermediate_size, tiles.block_n),
             (
                 "hidden_states", "w13", "w13_bias", "act", "topk_weights" if call.apply_router_weight_on_input else None,
                 "z13" if lora else None, "lora_b13", "lora_ranks" if lora else None, "tables",
+                "again" if lora and self.apart else None,
             ),
             values,
             (
@@ -132,18 +143,20 @@ class Plan(BasePlan):
                 "ACTIVATION": call.activation, "GATED": call.gated, "INTERLEAVED": call.interleaved, "TOP_K": self.top_k,
                 "W_TMA": self.w13_descriptor, **constants, **self._gemm(tiles, self.hidden_size),
             },
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            tiles,
         )  # fmt: skip
 
-    def _down(self, call: Call, values: dict[str, Any]) -> Launch:
+    def _down(self, call: Call, values: dict[str, Any]) -> tuple[Launch, Launch | None]:
         tiles, w2, lora = self.tiles.down, call.w2, call.lora_b2 is not None
         constants, strides = self._expand(call.lora_b2, self.tiles.shrink2.splits, 1)
-        return self._stage(
+        return self._gemm_stages(
             down_kernel,
-            (self.sizes.num_expert_blocks * triton.cdiv(self.hidden_size, tiles.block_n),),
+            down_again_kernel,
+            self.sizes.num_expert_blocks * triton.cdiv(self.hidden_size, tiles.block_n),
             (
                 "act", "w2", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights",
                 "z2" if lora else None, "lora_b2", "lora_ranks" if lora else None, "tables",
+                "again" if lora and self.apart else None,
             ),
             values,
             (
@@ -151,8 +164,21 @@ class Plan(BasePlan):
                 0 if call.w2_bias is None else call.w2_bias.stride(0), *strides,
             ),
             {"W_TMA": self.w2_descriptor, **constants, **self._gemm(tiles, self.intermediate_size)},
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            tiles,
         )  # fmt: skip
+
+    def _gemm_stages(
+        self, kernel: Any, again_kernel: Any, programs: int, names: Sequence[str | None], values: dict[str, Any],
+        scalars: Sequence[Any], constants: dict[str, Any], tiles: config.Gemm,
+    ) -> tuple[Launch, Launch | None]:  # fmt: skip
+        """The kernel, and the one that does again what it left, where there is such a thing."""
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        stage, again = self._stage(kernel, (programs,), names, values, scalars, constants, **options), None
+        if names[-1] is not None:
+            again = self._stage(
+                again_kernel, (triton.cdiv(programs, CHUNK.value),), names, values, scalars, constants, **options
+            )  # fmt: skip
+        return stage, again
 
     def _sizes(self) -> tuple[int, ...]:
         s = self.sizes
@@ -164,6 +190,7 @@ class Plan(BasePlan):
         return {
             "EVEN_K": in_features % tiles.block_k == 0, "BLOCK_M": tiles.block_m, "TAIL_M": tiles.tail_m,
             "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GROUP_M": tiles.group_m,
+            "EXPAND_STAGES": tiles.expand_stages,
         }  # fmt: skip
 
 
@@ -190,7 +217,7 @@ class DirectPlan(BasePlan):
         return self._direct(direct_gate_up_kernel, call, values, self.tiles.gate_up, names, lora, strides, more, constants)
 
     def _down(self, call: Call, values: dict[str, Any]) -> Launch:
-        names = ("act", "w2", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights")
+        names = ("act", "w2", "w2_ptr", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights")
         constants = {"W_TMA": self.w2_descriptor}
         return self._direct(direct_down_kernel, call, values, self.tiles.down, names, ("lora_a2", "lora_b2"), (), (), constants)
 
@@ -199,7 +226,8 @@ class DirectPlan(BasePlan):
         lora: tuple[str, str], strides: tuple[int, ...], more: tuple[float | None, ...], constants: dict[str, Any],
     ) -> Launch:  # fmt: skip
         weight: Tensor = getattr(call, str(names[1]))
-        bias, lora_a, lora_b = values[str(names[2])], values[lora[0]], values[lora[1]]
+        bias = getattr(call, f"{names[1]}_bias")
+        lora_a, lora_b = values[lora[0]], values[lora[1]]
         vec, b_strides, a_strides = 1, (0, 0, 0), (0, 0, 0)
         adapters: tuple[str | None, ...] = (None, None, "expert_map", None, None, None)
         if lora_a is not None:

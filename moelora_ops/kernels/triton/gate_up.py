@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import WIDTH, expand, not_finite, tile_columns
+from ._expand import CHUNK, WIDTH, expand, not_finite, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -40,7 +40,7 @@ def gate_up_block(
     stride_xm, stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr,
     SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of act, at most BLOCK_M rows; returns whether it has to be done again with SAFE."""
     rows = first + tl.arange(0, BLOCK_M)
@@ -82,7 +82,7 @@ def gate_up_block(
             z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
             b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
             gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
-            num_slices, SPLITS, VEC, SAFE,
+            num_slices, SPLITS, VEC, 1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
         if not SAFE:
             again = not_finite(gate, up, num_slices) & (first_tile < end_tile)
@@ -104,7 +104,7 @@ def gate_up_block(
 
 @triton.jit(
     do_not_specialize=["num_pairs", "num_experts", "max_loras", "max_rank", "expert_blocks_at", "tiles_at", "num_blocks"],
-    do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr"],
+    do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr", "again_ptr"],
 )
 def gate_up_kernel(
     x_ptr,
@@ -116,6 +116,7 @@ def gate_up_kernel(
     b13_ptr,
     ranks_ptr,
     tables_ptr,
+    again_ptr,  # [blocks, tiles] out: which tiles are left to `gate_up_again_kernel`; None: this kernel sees to them
     num_pairs,
     num_experts,
     max_loras,
@@ -148,6 +149,7 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EXPAND_STAGES: tl.constexpr,
     WAIT_LATE: tl.constexpr,  # the kernel before is the shrink: it vouches for the routing, and only z is waited for
     USE_PDL: tl.constexpr,
 ):
@@ -168,20 +170,58 @@ def gate_up_kernel(
             x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
             stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
-            W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, WAIT_LATE, False, USE_PDL,
+            W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     else:
         again = gate_up_block(
             x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
             stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
-            W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, WAIT_LATE, False, USE_PDL,
+            W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     if z_ptr is not None:
-        if again:
+        if again_ptr is not None:
+            tl.store(again_ptr + block.to(tl.int64) * tl.cdiv(intermediate_size, BLOCK_N) + tile, again.to(tl.int32))
+        elif again:
             gate_up_block(
                 x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last,
                 tile, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
                 stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
-                W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, WAIT_LATE, True, USE_PDL,
+                W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
             )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_experts", "max_loras", "max_rank", "expert_blocks_at", "tiles_at", "num_blocks"],
+    do_not_specialize_on_alignment=["topk_weights_ptr", "tables_ptr", "ranks_ptr", "again_ptr"],
+)
+def gate_up_again_kernel(
+    x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, again_ptr, num_pairs,
+    num_experts, max_loras, max_rank, expert_blocks_at, tiles_at, num_blocks, hidden_size, intermediate_size, stride_xm,
+    stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr, SPLITS: tl.constexpr, VEC:
+    tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
+    tl.constexpr, GROUP_M: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Do again, with SAFE, the tiles that `gate_up_kernel` left to it: none, but for adapters that are not finite.
+
+    A kernel of its own, because as a branch of the other it cost that one registers (H200, T = 2048: 10 % with adapters).
+    Grid: one program per CHUNK tiles.
+    """
+    gdc_wait(USE_PDL)
+    gdc_launch(USE_PDL)
+    num_tiles = tl.cdiv(intermediate_size, BLOCK_N)
+    count = tl.load(tables_ptr + 1) * num_tiles
+    begin = tl.program_id(0) * CHUNK
+    index = begin + tl.arange(0, CHUNK)
+    if tl.max(tl.load(again_ptr + index, mask=index < count, other=0), axis=0) > 0:
+        for i in range(begin, tl.minimum(begin + CHUNK, count)):
+            if tl.load(again_ptr + i) != 0:
+                expert, first, last = load_block(tables_ptr, i // num_tiles, expert_blocks_at, num_experts)
+                gate_up_block(
+                    x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last,
+                    i % num_tiles, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm,
+                    stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION,
+                    GATED, INTERLEAVED, TOP_K, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+                    EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
+                )  # fmt: skip
