@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ class MoeRunner(nn.Module):
             topk_ids as `forward` got them (global ids when there is an expert_map); what they return for a pair whose expert
             is out of range is never read into a result.
         num_experts: E, the experts of the base and the pool.
-        lora: a layer of a `LoraPool`, or None.
+        lora: a layer of a `LoraPool`, or None. One with slots of both kinds (`LoraPool`) is served here; an op takes one kind.
         activation, gated, interleaved, swiglu_alpha, swiglu_limit, apply_router_weight_on_input, routed_scaling_factor,
             expert_map, w13_bias, w2_bias: as in `fused_experts_lora`; callables add their biases themselves, and with them
             `apply_router_weight_on_input` needs K = 1.
@@ -135,6 +136,19 @@ class MoeRunner(nn.Module):
     ) -> Tensor:
         if mapping is None:
             mapping = topk_ids.new_full(topk_ids.shape[:1], -1)
+        if lora is not None and lora.shared_outer is not None:
+            # An op has one stride per tensor: it cannot read a row for each expert of some slots and one row of others. So each
+            # kind of slots runs on its own tokens; a pair whose expert is -1 costs no product.
+            sizes = Sizes()
+            check_tensor("hidden_states", x)
+            check_ids(sizes, "topk_ids", topk_ids, ("T", "K"), "hidden_states", x)
+            check_ids(sizes, "token_lora_mapping", mapping, ("T",), "hidden_states", x)
+            first, last = dataclasses.replace(lora, shared_outer=None), lora.shared_outer
+            num_first, num_last = first.lora_b13.shape[0], last.lora_b13.shape[0]
+            is_last = ((mapping >= num_first) & (mapping < num_first + num_last)).unsqueeze(-1)
+            y_first = self._fused(x, topk_weights, torch.where(is_last, -1, topk_ids), mapping, first)
+            y_last = self._fused(x, topk_weights, torch.where(is_last, topk_ids, -1), mapping - num_first, last)
+            return torch.where(is_last, y_last, y_first)
         adapters = (None,) * 4 if lora is None else (lora.lora_a13, lora.lora_b13, lora.lora_a2, lora.lora_b2)
         return fused_experts_lora(
             x, self.w13, self.w2, topk_weights, topk_ids, mapping, *adapters,
@@ -169,8 +183,9 @@ class MoeRunner(nn.Module):
             # halves differs in the last bit, and rows without an adapter must not depend on whether others have one.
             gate_up = torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], dim=-1)
         if lora is not None and mapping is not None:
-            routing = self._align(topk_ids, mapping, lora)
-            fused_moe_lora(gate_up, x, *self._gate_up_slices(lora), topk_weights, *routing, lora_ranks=lora.lora_ranks)
+            routed = self._align(topk_ids, mapping, lora)
+            for slots, routing in routed:
+                fused_moe_lora(gate_up, x, *self._gate_up_slices(slots), topk_weights, *routing, lora_ranks=slots.lora_ranks)
         h = reference.activate(
             reference.accumulate(gate_up),
             self.activation,
@@ -184,24 +199,28 @@ class MoeRunner(nn.Module):
         y = self._call_base("base_down", h, topk_ids)
         self._check_width("base_down", y, x.shape[1], "H")
         if lora is not None and mapping is not None:
-            fused_moe_lora(y, h, [lora.lora_a2], [lora.lora_b2], topk_weights, *routing, lora_ranks=lora.lora_ranks)
+            for slots, routing in routed:
+                fused_moe_lora(y, h, [slots.lora_a2], [slots.lora_b2], topk_weights, *routing, lora_ranks=slots.lora_ranks)
         y = reference.accumulate(y)  # base plus delta was rounded once per pair; weights and the sum over choices are fp32
         if not self.apply_router_weight_on_input:
             y = y * topk_weights.unsqueeze(-1)
         y = torch.where(valid.unsqueeze(-1), y, 0.0)  # select, not multiply: NaN * 0 is NaN
         return (self.routed_scaling_factor * y.sum(1)).to(x.dtype)
 
-    def _align(self, topk_ids: Tensor, mapping: Tensor, lora: PoolLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """One routing for both deltas."""
-        return moe_lora_align_block_size(
+    def _align(self, topk_ids: Tensor, mapping: Tensor, lora: PoolLayer) -> list[tuple[PoolLayer, tuple[Tensor, ...]]]:
+        """One routing for both deltas; each kind of slots has its rows of it."""
+        kinds = [lora] if lora.shared_outer is None else [lora, lora.shared_outer]
+        num_slots = [slots.lora_ranks.shape[0] for slots in kinds]
+        routing = moe_lora_align_block_size(
             topk_ids,
             mapping,
             self.num_experts if self.expert_map is None else self.expert_map.shape[0],
             self.block_size,
-            lora.lora_ranks.shape[0],
+            sum(num_slots),
             adapter_enabled=lora.adapter_enabled,
             expert_map=self.expert_map,
         )
+        return list(zip(kinds, zip(*(rows.split(num_slots) for rows in routing))))
 
     def _gate_up_slices(self, lora: PoolLayer) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the pool, one A and one B for each slice."""

@@ -222,6 +222,9 @@ def test_a_failed_load_changes_nothing(why: str) -> None:
         (TypeError, "layers", {"layers": ["0"]}),
         (TypeError, "layers", {"layers": None}),
         (ValueError, "interleaved", {"gated": False, "interleaved": True}),
+        (ValueError, "shared_outer", {"shared_outer": 3}),
+        (ValueError, "shared_outer", {"shared_outer": -1}),
+        (TypeError, "shared_outer", {"shared_outer": "all"}),
     ],
 )
 def test_bad_sizes_are_named(error: type[Exception], name: str, options: dict[str, Any]) -> None:
@@ -257,10 +260,14 @@ def test_a_slot_may_be_loaded_from_itself() -> None:
 
 
 def test_other_things_than_adapters_and_layers_are_refused() -> None:
-    """TypeError for a path in place of an adapter, ValueError for a layer without experts."""
+    """TypeError for what is no adapter, and for a path where the pool does not know the base; ValueError for other layers."""
     pool = pool_for(GATED)
-    with pytest.raises(TypeError, match="adapter must be a LoraAdapter, got str"):
-        pool.load("some/path", 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="adapter must be a LoraAdapter, or a path .*, got int"):
+        pool.load(3, 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="options must not be given with a LoraAdapter, got strict"):
+        pool.load(random_adapter(GATED, rank=2), 0, strict=True)
+    with pytest.raises(TypeError, match="a path for a pool made by from_config, got str"):
+        LoraPool(1, max_loras=1, max_rank=4, num_experts=2, hidden_size=4, intermediate_size=4).load("some/path", 0)
     with pytest.raises(TypeError, match="slot must be an int"):
         pool.load(random_adapter(GATED, rank=2), 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layer_id must be one of"):

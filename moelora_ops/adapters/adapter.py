@@ -18,7 +18,7 @@ class ProjectionLora:
     """One projection of one layer, all experts: dW[e] = scaling[e] * b[e] @ a[e], in natural (out, in) orientation.
 
     A leading dimension of 1 is shared by all experts. Experts without an adapter are zeros; experts of smaller rank are padded
-    with zeros to the largest.
+    with zeros to the largest. The factors may be views: `LoraPool.load` reads them in pieces.
     """
 
     a: Tensor  # [E or 1, r, in]
@@ -29,6 +29,10 @@ class ProjectionLora:
     def rank(self) -> int:
         """The rank r, largest over the experts."""
         return self.a.shape[1]
+
+    def is_shared(self, projection: str) -> bool:
+        """Whether the side of the projection that faces H, A of "gate" and "up" or B of "down", is one for all experts."""
+        return len(self.b) == len(self.scaling) == 1 if projection == "down" else len(self.a) == 1
 
     def delta_weight(self, num_experts: int) -> Tensor:
         """The dense change of the weights, scaling included: (E, out, in) fp32, computed in fp64 and rounded once."""
@@ -57,6 +61,11 @@ class LoraAdapter:
     def rank(self) -> int:
         """Largest rank over all layers, projections and experts; 0 for an adapter without expert tensors."""
         return max((p.rank for layer in self.layers.values() for p in layer.values()), default=0)
+
+    @property
+    def shared_outer(self) -> bool:
+        """Whether all experts share A of gate and up, and B (with its scaling) of down: a slot with one copy can hold it."""
+        return all(p.is_shared(name) for layer in self.layers.values() for name, p in layer.items())
 
     def delta_weight(self, layer: int, projection: str) -> Tensor | None:
         """The dense change of one layer's weights, scaling included.
