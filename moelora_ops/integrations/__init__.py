@@ -1,0 +1,1 @@
+"""Adapters inside other libraries' models. Importing a module here imports nothing of theirs: that happens on use."""

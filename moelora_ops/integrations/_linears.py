@@ -1,0 +1,230 @@
+"""LoRA on a model's linear layers (attention, dense and shared MLPs, head), in the slots of the experts' pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..adapters.config import AdapterConfig
+from ..checks import COMPUTE_DTYPES, short
+from ..errors import AdapterError
+from ..ops import fused_moe_lora
+from ._sequences import Sequences, fixed
+
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<path>.+)\.lora_(?P<half>[AB])\.weight")
+# A place in the decoder, whatever the model around it; a vision tower's layers.0 is another place.
+_PLACE = re.compile(r"(?:(?:model|language_model|text_model|backbone)\.)*(?P<place>layers\.[0-9]+\..+|lm_head)")
+
+
+@dataclass(frozen=True)
+class LinearLora:
+    """One linear layer's change: scaling * b @ a."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scaling: float
+
+
+class PooledLinear:
+    """A and B of every slot for one `nn.Linear`, and the forward hook that adds each row's delta to its output."""
+
+    def __init__(self, linear: nn.Linear, pool: LinearPool, dtype: torch.dtype, device: torch.device) -> None:
+        slots, rank = pool.max_loras, pool.max_rank
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.a = fixed(slots, 1, rank, linear.in_features, dtype=dtype, device=device)  # a single expert
+        self.b = fixed(slots, 1, linear.out_features, rank, dtype=dtype, device=device)
+        self.users: set[int] = set()  # slots whose adapter has this layer
+        self._pool = pool
+        self._hook: RemovableHandle = linear.register_forward_hook(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PooledLinear:
+        return self  # as `Served`: a copy of the model has the same adapters
+
+    def __call__(self, linear: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        # Compiled and captured code must hold the delta, for whatever is loaded later. Eager code knows who is here.
+        if not _is_recorded(output) and self.users.isdisjoint(self._pool.sequences.host):
+            return None
+        x = args[0].reshape(-1, self.in_features)
+        rows = self._pool.sequences.rows(x.shape[0])
+        y = output.view(-1, 1, self.out_features)
+        weights, *aligned = rows.routing(self._pool.max_loras, self._pool.adapter_enabled)
+        fused_moe_lora(y, x, [self.a], [self.b], weights, *aligned, lora_ranks=self._pool.lora_ranks)
+        return output
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+class LinearPool:
+    """Slots of adapters for the linear layers of a model, beside the `LoraPool` of its experts.
+
+    Args:
+        linears: by name in the model. max_loras, max_rank: as in the pool of the experts.
+        sequences: which row has which slot. dtype: of layers whose weight has none that the op computes in (quantised ones).
+    """
+
+    def __init__(
+        self,
+        linears: Mapping[str, nn.Linear],
+        sequences: Sequences,
+        *,
+        max_loras: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.max_loras, self.max_rank, self.sequences = max_loras, max_rank, sequences
+        self.lora_ranks = fixed(max_loras, dtype=torch.int32, device=device)
+        self.adapter_enabled = fixed(max_loras, dtype=torch.int32, device=device)
+        self._linears = {}
+        for name, linear in linears.items():
+            own = linear.weight.dtype if linear.weight.dtype in COMPUTE_DTYPES else dtype
+            self._linears[name] = PooledLinear(linear, self, own, device)
+        self._by_place = _by_place(self._linears)
+
+    def name_of(self, path: str) -> str | None:
+        """The linear layer that an adapter's path means: the same name, or the same place in the same decoder layer."""
+        match = _PLACE.fullmatch(path)
+        if path in self._linears:
+            return path
+        return self._by_place.get(match["place"]) if match is not None else None
+
+    def load(self, loras: Mapping[str, LinearLora], slot: int) -> None:
+        """Replace a slot, in place. `read` has checked everything."""
+        self.unload(slot)
+        for name, lora in loras.items():
+            linear, rank = self._linears[name], lora.a.shape[0]
+            linear.a[slot, 0, :rank].copy_(lora.a)
+            linear.b[slot, 0, :, :rank].copy_(lora.b.float() * lora.scaling)
+            linear.users.add(slot)
+        if loras:
+            self.lora_ranks[slot].fill_(max(lora.a.shape[0] for lora in loras.values()))
+            self.adapter_enabled[slot].fill_(1)
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot."""
+        self.adapter_enabled[slot].fill_(0)
+        self.lora_ranks[slot].fill_(0)
+        for linear in self._linears.values():
+            if slot in linear.users:
+                linear.a[slot].zero_()
+                linear.b[slot].zero_()
+                linear.users.discard(slot)
+
+    def copy_from(self, other: LinearPool) -> None:
+        """Take over the slots of a pool for the same layers, on another device or in another dtype."""
+        for name, linear in self._linears.items():
+            source = other._linears[name]
+            linear.a.copy_(source.a)
+            linear.b.copy_(source.b)
+            linear.users = source.users
+        self.lora_ranks.copy_(other.lora_ranks)
+        self.adapter_enabled.copy_(other.adapter_enabled)
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        for linear in self._linears.values():
+            linear.remove()
+
+    def read(self, tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, LinearLora]:
+        """Pairs of lora_A and lora_B, whose names `split` chose, by linear layer.
+
+        Raises: AdapterError naming the tensor, what was expected and what came.
+        """
+        pairs: dict[str, dict[str, tuple[str, Tensor]]] = {}
+        paths: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            match = _TENSOR.fullmatch(name)
+            assert match is not None
+            linear = self.name_of(match["path"])
+            assert linear is not None
+            if match["half"] in pairs.setdefault(linear, {}):
+                raise AdapterError(f"{name}: {linear} must have one lora_A and one lora_B, got also {paths[linear]}")
+            pairs[linear][match["half"]], paths[linear] = (name, tensor), match["path"]
+        return {linear: self._checked(linear, paths[linear], pair, config) for linear, pair in pairs.items()}
+
+    def _checked(self, name: str, path: str, pair: Mapping[str, tuple[str, Tensor]], config: AdapterConfig) -> LinearLora:
+        if len(pair) < 2:
+            raise AdapterError(f"{path} must have lora_A and lora_B, got only {next(iter(pair.values()))[0]}")
+        linear, rank = self._linears[name], config.rank(path)
+        for half, shape in (("A", (rank, linear.in_features)), ("B", (linear.out_features, rank))):
+            tensor_name, tensor = pair[half]
+            if tuple(tensor.shape) != shape:
+                raise AdapterError(f"{tensor_name} must have shape {shape} (rank of the config), got {tuple(tensor.shape)}")
+            if tensor.dtype not in (*COMPUTE_DTYPES, torch.float64):
+                raise AdapterError(f"{tensor_name} must be of a float dtype of 16 bits or more, got {short([tensor.dtype])}")
+        if rank > self.max_rank:
+            raise AdapterError(f"{path}: rank must be <= max_rank = {self.max_rank}, got {rank}")
+        lora = LinearLora(pair["A"][1], pair["B"][1], config.scaling(path))
+        for what, values in (("lora_A", lora.a), ("scaling * lora_B", lora.b.float() * lora.scaling)):
+            if not torch.isfinite(values.to(linear.a.dtype)).all():
+                raise AdapterError(f"{path}: {what} must be finite in {short([linear.a.dtype])}, got infinite or NaN values")
+        return lora
+
+    def split(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """An adapter's tensors that are for our linear layers, and the others."""
+        ours: list[str] = []
+        others: list[str] = []
+        for name in names:
+            match = _TENSOR.fullmatch(name)
+            known = match is not None and self.name_of(match["path"]) is not None
+            (ours if known else others).append(name)
+        return ours, others
+
+
+def read(path: str | os.PathLike[str], names: Iterable[str], pool: LinearPool) -> tuple[dict[str, LinearLora], list[str]]:
+    """The linear layers' part of an adapter on disk, and the tensors among `names` that are for none of them.
+
+    Raises: AdapterError naming the tensor or field, what was expected and what came.
+    """
+    from safetensors import safe_open
+
+    ours, others = pool.split(names)
+    if not ours:
+        return {}, others
+    # `load_adapter` has been here: the files are whole, and their config is one that we take.
+    weights = Path(path) / "adapter_model.safetensors" if Path(path).is_dir() else Path(path)
+    config = AdapterConfig.from_fields(json.loads((weights.parent / "adapter_config.json").read_text(encoding="utf-8")))
+    with safe_open(weights, framework="pt", device="cpu") as file:
+        return pool.read({name: file.get_tensor(name) for name in ours}, config), others
+
+
+def find(model: nn.Module, decoder: str, names: Sequence[str] | None) -> dict[str, nn.Linear]:
+    """Linear layers of the decoder's layers, and the head, by name.
+
+    Args:
+        decoder: name of the module that has the layers. names: last parts of the names wanted ("q_proj"); None: all.
+
+    Linear layers inside routed experts or of other towers (vision, audio) are left out: their rows are not those of sequences.
+    """
+    found = {}
+    prefix = f"{decoder}.layers." if decoder else "layers."
+    for name, module in model.named_modules():
+        inside = name.startswith(prefix) and not any("expert" in p and "share" not in p for p in name.lower().split("."))
+        if isinstance(module, nn.Linear) and (inside or name.rpartition(".")[2] == "lm_head"):
+            if names is None or name.rpartition(".")[2] in names:
+                found[name] = module
+    return found
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether what runs now is being compiled, or captured in a CUDA graph."""
+    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _by_place(names: Iterable[str]) -> dict[str, str]:
+    places: dict[str, list[str]] = {}
+    for name in names:
+        match = _PLACE.fullmatch(name)
+        if match is not None:
+            places.setdefault(match["place"], []).append(name)
+    return {place: found[0] for place, found in places.items() if len(found) == 1}
