@@ -1,4 +1,4 @@
-// A driver that writes down what it is asked to launch, for tests/test_execute.py: it stands in for the CUDA runtime and driver.
+// A driver that writes down what it is asked to launch, in place of CUDA's, for tests/test_launch_list.py.
 //
 // A function handle points to {number of parameters, their sizes ...}. Each launch appends 64-bit words to the record:
 // function, grid x y z, block x, shared bytes, stream, dependent, then for each parameter its bytes in whole words.
@@ -21,10 +21,9 @@ CUresult launch(const CUlaunchConfig* config, CUfunction function, void** parame
   const bool dependent = config->numAttrs == 1 &&
                          config->attrs[0].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
                          config->attrs[0].value.programmaticStreamSerializationAllowed == 1;
-  for (const uint64_t word : {reinterpret_cast<uint64_t>(function), uint64_t{config->gridDimX}, uint64_t{config->gridDimY},
-                              uint64_t{config->gridDimZ}, uint64_t{config->blockDimX} * config->blockDimY * config->blockDimZ,
-                              uint64_t{config->sharedMemBytes}, reinterpret_cast<uint64_t>(config->hStream), uint64_t{dependent}})
-    record.push_back(word);
+  const uint64_t threads = uint64_t{config->blockDimX} * config->blockDimY * config->blockDimZ;
+  record.insert(record.end(), {reinterpret_cast<uint64_t>(function), config->gridDimX, config->gridDimY, config->gridDimZ,
+                               threads, config->sharedMemBytes, reinterpret_cast<uint64_t>(config->hStream), dependent});
   for (uint64_t i = 0; i < sizes[0]; ++i) {
     uint64_t words[16] = {};
     std::memcpy(words, parameters[i], sizes[i + 1]);

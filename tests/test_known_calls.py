@@ -1,4 +1,4 @@
-"""Calls like an earlier one go without checks: so whatever the checks look at tells calls apart, and errors stay what they were."""
+"""Calls like an earlier one go unchecked: whatever the checks look at tells calls apart, and errors stay what they were."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // Launches a list of compiled kernels in one call, from kernels/native.py through ctypes: no torch, no allocation, no state.
 //
-// A program is a sequence of 64-bit words that kernels/triton/_launch.py writes once; a call brings the addresses of its tensors.
+// A program is a sequence of 64-bit words that kernels/triton/_launch.py writes once; a call brings addresses of tensors.
 //
 //   program    launch ...
 //   launch     function, grid x y z, threads of a block, bytes of shared memory, dependent, number of parameters, parameter ...
@@ -81,8 +81,8 @@ int read_map(const int64_t*& word, const uint64_t* addresses, CUtensorMap* map) 
   for (uint32_t i = 0; i < rank; ++i) sizes[i] = *word++;
   for (uint32_t i = 0; i + 1 < rank; ++i) strides[i] = *word++;
   for (uint32_t i = 0; i < rank; ++i) box[i] = static_cast<uint32_t>(*word++);
-  return driver().encode(map, static_cast<CUtensorMapDataType>(type), rank, reinterpret_cast<void*>(address), sizes, strides, box,
-                         steps, CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(swizzle),
+  return driver().encode(map, static_cast<CUtensorMapDataType>(type), rank, reinterpret_cast<void*>(address), sizes, strides,
+                         box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(swizzle),
                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, static_cast<CUtensorMapFloatOOBfill>(fill));
 }
 
@@ -120,9 +120,9 @@ int launch_route(const uint64_t* values, int64_t count, void* stream) {
 
 }  // namespace
 
-// Launches every kernel of the program on `stream` of the current device. Returns 0, the first error (a CUresult or cudaError_t,
-// whose numbers agree), or -1 where this driver, or route, serves neither this device nor these sizes: then nothing is launched
-// if route comes first.
+// Launches every kernel of the program on `stream` of the current device. Returns 0, the first error (a CUresult or
+// cudaError_t, whose numbers agree), or -1 where the driver is too old or route does not serve this device or these sizes:
+// nothing is launched then, as route comes first.
 extern "C" __attribute__((visibility("default"))) int moelora_execute(const int64_t* program, int64_t num_words,
                                                                       const uint64_t* addresses, void* stream) {
   if (!driver().complete()) return kNotServed;

@@ -90,10 +90,11 @@ def has_parameters(function: int, sizes: Sequence[int]) -> bool:
 
 
 def launch_words(
-    function: int, grid: Sequence[int], threads: int, shared: int, dependent: int, num_parameters: int, parameters: Sequence[int]
+    function: int, grid: Sequence[int], threads: int, shared: int, dependent: int, parameters: Sequence[Sequence[int]]
 ) -> list[int]:
     """One launch of a program: function handle, grid, threads of a block, bytes of shared memory, dependent launch."""
-    return [function, *grid, threads, shared, dependent, num_parameters, *parameters]
+    words = [word for parameter in parameters for word in parameter]
+    return [function, *grid, threads, shared, dependent, len(parameters), *words]
 
 
 def route_words(
@@ -109,8 +110,8 @@ def route_words(
     """`route` as part of a program; `slots` are those of its five inputs and the tables, in order, None where there is none."""
     numbers = _route_numbers(topk_ids, token_lora_mapping, adapter_enabled, expert_map, sizes, dependent)
     ids, mapping, ranks, enabled, experts, tables = ([VALUE, 0] if slot is None else [ADDRESS, *slot] for slot in slots)
-    words = [*ids, *mapping, *enabled, *experts, *ranks, *tables, *(word for n in numbers for word in (VALUE, n))]
-    return launch_words(0, (1, 1, 1), 0, 0, 0, 18, words)
+    parameters = [ids, mapping, enabled, experts, ranks, tables, *([VALUE, n] for n in numbers)]
+    return launch_words(0, (1, 1, 1), 0, 0, 0, parameters)
 
 
 def _route_numbers(

@@ -91,8 +91,7 @@ class Launch:
         sizes = [size for size, _ in found]
         if not (run and simple and bare and uninstrumented and native.has_parameters(function, sizes)):
             raise Unlisted(f"{self._kernel}: {metadata}")
-        flat = [word for _, words in found for word in words]
-        return native.launch_words(function, self._grid, threads, shared, dependent, len(found), flat)
+        return native.launch_words(function, self._grid, threads, shared, dependent, [words for _, words in found])
 
 
 class Unlisted(Exception):
@@ -100,9 +99,9 @@ class Unlisted(Exception):
 
 
 class Slot(NamedTuple):
-    """The index of an address that a call brings, and bytes past it."""
+    """Which of the addresses that a call brings, and bytes past it."""
 
-    index: int
+    number: int
     offset: int = 0
 
 
@@ -153,8 +152,8 @@ _SMALL_MAP = 128 * 1024  # bytes; maps of less need a correction with some drive
 def parameters(types: Sequence[Any], values: Sequence[Any], maps: Iterable[Any]) -> list[tuple[int, list[int]]]:
     """(size in bytes, words of a program) of each parameter of a compiled kernel, in order.
 
-    Constants have none, and neither have arguments that Triton made constants of (None, an int 1). A descriptor is a tensor map,
-    then its sizes (int32) and strides (int64). Two pointers to scratch end the list, null where the kernel uses none.
+    Constants have none, and neither have arguments that Triton made constants of (None, an int 1). A descriptor is a tensor
+    map, then its sizes (int32) and strides (int64). Two pointers to scratch end the list, null where the kernel uses none.
 
     Args:
         types: of every argument as Triton's signature has them ("*bf16", "i32", "constexpr", "tensordesc<...>").
@@ -178,7 +177,8 @@ def parameters(types: Sequence[Any], values: Sequence[Any], maps: Iterable[Any])
             packed = struct.pack(_FLOATS[kind], value)
             found.append((len(packed), [native.VALUE, int.from_bytes(packed, "little")]))
         elif kind.startswith("tensordesc"):
-            found += _map_parameters(*value, next(remaining, None))
+            slot, described = value
+            found += _map_parameters(slot, described, next(remaining, None))
         else:
             raise Unlisted(f"a parameter of type {kind}")
     if next(remaining, None) is not None:

@@ -82,7 +82,7 @@ class BasePlan:
             self.launches = self._list(call)
             self.listable = self.launches is not None
         if self.launches is not None:
-            listed = self.run_list(x, [0 if t is None else t.data_ptr() for t in call[: len(TENSORS)]])
+            listed = self.run_list(x, [0 if t is None else t.data_ptr() for t in call.tensors()])
             if listed is not None:
                 return listed
         memory = self.scratch.views(x.new_empty(self.scratch.numel))

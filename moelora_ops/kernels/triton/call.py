@@ -33,6 +33,10 @@ class Call(NamedTuple):
     apply_router_weight_on_input: bool
     routed_scaling_factor: float
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those of `TENSORS`."""
+        return self[:15]
+
 
 TENSORS = Call._fields[:15]
 _AT = {name: at for at, name in enumerate(TENSORS)}
@@ -42,8 +46,8 @@ _ZEROS = (0,) * len(TENSORS)
 def key_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[int]]:
     """Whatever the checks and the launches of a call depend on, and the address of each of `TENSORS`, 0 for None.
 
-    That is each tensor's shape, strides, dtype, device (ids alone: calls with tensors of other backends than CPU and CUDA do not
-    come here) and alignment to 16 bytes, and every option. Values of tensors are not, nor are their addresses otherwise.
+    That is each tensor's shape, strides, dtype, device (its number, -1 for CPU: the dispatcher brings no other backends here)
+    and alignment to 16 bytes, and every option. Values of tensors are not, nor are their addresses otherwise.
 
     Args: the op's arguments; those by name are part of the key by name, so that leaving out a default may give another key.
     Raises: RuntimeError for a tensor without memory or strides, which no check lets through.

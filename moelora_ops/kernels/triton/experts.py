@@ -1,8 +1,8 @@
 """Launcher of the layer op: route, shrink, gate_up, shrink, down, combine.
 
 Everything about a call that its sizes, strides, types and flags decide is a plan, made once and kept: compiled kernels with
-their grids and scalars, the layout of scratch. A call looks its plan up, allocates and hands out addresses; on a GPU one call of
-C then launches everything.
+their grids and scalars, the layout of scratch. A call looks its plan up, allocates and hands out addresses; on a GPU one call
+of C then launches everything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...routing import RoutingSizes
 from .. import config, native
-from ._common import has_pdl, on_device
+from ._common import on_device
 from ._expand import CHUNK
 from ._launch import Launch, Slot
 from ._plan import BasePlan
@@ -58,7 +58,8 @@ class Plan(BasePlan):
 
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
         x_stride = call.hidden_states.stride(0)
-        self.shrink13 = self._shrink(values, ("hidden_states", "lora_a13", "z13"), self.tiles.shrink13, x_stride, self.num_slices)
+        names = ("hidden_states", "lora_a13", "z13")
+        self.shrink13 = self._shrink(values, names, self.tiles.shrink13, x_stride, self.num_slices)
         self.gate_up, self.gate_up_again = self._gate_up(call, values)
         self.shrink2 = self._shrink(values, ("act", "lora_a2", "z2"), self.tiles.shrink2, self.intermediate_size, 1)
         self.down, self.down_again = self._down(call, values)
@@ -71,8 +72,9 @@ class Plan(BasePlan):
     def _prepare(self, call: Call, memory: dict[str, Tensor]) -> None:
         memory["tables"] = route(
             call.topk_ids, call.token_lora_mapping, num_experts=self.num_experts, max_loras=self.max_loras,
-            max_rank=self.max_rank, lora_ranks=call.lora_ranks, adapter_enabled=call.adapter_enabled if self.max_loras else None,
-            expert_map=call.expert_map, block_m=self.tiles.gate_up.block_m, segment_m=self.tiles.segment_m,
+            max_rank=self.max_rank, lora_ranks=call.lora_ranks,
+            adapter_enabled=call.adapter_enabled if self.max_loras else None, expert_map=call.expert_map,
+            block_m=self.tiles.gate_up.block_m, segment_m=self.tiles.segment_m,
         ).tables  # fmt: skip
 
     def _prepare_words(self, call: Call, slots: dict[str, Slot]) -> list[int]:
@@ -81,10 +83,9 @@ class Plan(BasePlan):
             "topk_ids", "token_lora_mapping", None if call.lora_ranks is None else "lora_ranks",
             None if enabled is None else "adapter_enabled", None if call.expert_map is None else "expert_map", "tables",
         )  # fmt: skip
-        return native.route_words(
-            call.topk_ids, call.token_lora_mapping, enabled, call.expert_map, [name and slots[name] for name in names],
-            self.sizes, dependent=self.pdl,
-        )  # fmt: skip
+        given = [None if name is None else slots[name] for name in names]
+        ids = (call.topk_ids, call.token_lora_mapping, enabled, call.expert_map)
+        return native.route_words(*ids, given, self.sizes, dependent=self.pdl)
 
     def _shrink(
         self, values: dict[str, Any], names: Sequence[str], tiles: config.Shrink, x_stride: int, num_slices: int
@@ -183,7 +184,8 @@ class Plan(BasePlan):
     def _sizes(self) -> tuple[int, ...]:
         s = self.sizes
         return (
-            self.num_pairs, self.num_experts, self.max_loras, self.max_rank, s.expert_blocks_at, s.tiles_at, s.num_expert_blocks,
+            self.num_pairs, self.num_experts, self.max_loras, self.max_rank, s.expert_blocks_at, s.tiles_at,
+            s.num_expert_blocks,
         )  # fmt: skip
 
     def _gemm(self, tiles: config.Gemm, in_features: int) -> dict[str, Any]:
@@ -247,7 +249,8 @@ class DirectPlan(BasePlan):
             ),
             {
                 "TOP_K": self.top_k, "VEC": vec, "EVEN_K": weight.shape[2] % tiles.block_k == 0, "BLOCK_M": 16,
-                "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "BLOCK_R": config.direct_block_r(self.max_rank), **constants,
+                "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "BLOCK_R": config.direct_block_r(self.max_rank),
+                **constants,
             },
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -310,6 +313,6 @@ def fused_experts_lora(*args: Any, **kwargs: Any) -> Tensor:
             if len(_PLANS) >= _MAX_PLANS:  # a size of batch and a set of strides each: never in serving
                 _PLANS.clear()
             plan = make_plan(call)
-            plan.copies = any(t is not None and t.data_ptr() != at for t, at in zip(call, addresses))
+            plan.copies = any(t is not None and t.data_ptr() != at for t, at in zip(call.tensors(), addresses))
             _PLANS[key] = plan
         return plan.run(call)
