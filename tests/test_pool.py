@@ -29,8 +29,8 @@ def pool_for(geometry: MoeGeometry, **options: Any) -> LoraPool:
 
 
 def stores(pool: LoraPool) -> list[Tensor]:
-    layers = [getattr(pool.layer(i), name) for i in pool.layer_ids for name in BIG_STORES]
-    return [*layers, pool.lora_ranks, pool.adapter_enabled]
+    parts = [part for i in pool.layer_ids for part in (pool.layer(i), pool.layer(i).shared_outer) if part is not None]
+    return [*(getattr(part, name) for part in parts for name in BIG_STORES), pool.lora_ranks, pool.adapter_enabled]
 
 
 def snapshot(pool: LoraPool) -> list[Tensor]:
@@ -44,6 +44,8 @@ def state(pool: LoraPool) -> list[tuple[int, bool]]:
 def slot_delta(pool: LoraPool, layer_id: int, slot: int, projection: str) -> Tensor:
     """The dense change that a kernel sees in a slot, from all R columns: in fp64, natural row order."""
     layer, rank = pool.layer(layer_id), pool.max_rank
+    if layer.shared_outer is not None and slot >= len(layer.lora_b13):
+        layer, slot = layer.shared_outer, slot - len(layer.lora_b13)
     if projection == "down":
         return layer.lora_b2[slot].double() @ layer.lora_a2[slot].double()
     half = int(pool.gated and projection == "up")
