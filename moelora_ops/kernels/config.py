@@ -63,6 +63,7 @@ class Experts:
     shrink2: Shrink
     segment_m: int  # rows of a shrink program: pairs of one (expert, adapter)
     combine_n: int  # columns of a combine program
+    pdl: bool = True  # programmatic dependent launch, where the device has it
     direct: bool = False  # few pairs: no routing and no shrinks, a block for each pair
 
 
@@ -217,13 +218,19 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     # Rows an expert gets on average decide: below 8 the bytes of the weights are everything and rows are padding; a tile of
     # twice the average keeps most experts in one block, so that their weights are read once.
     rows = problem.num_pairs / problem.num_experts
-    if rows > 64:  # H200: 5 % slower with one stage less at T = 2048, 3 % faster at T = 8192
-        for stages in (4, 3, 2) if rows <= 256 else (3, 2):
-            gate_up, down = Gemm(128, 128, 64, 8, stages, 8, True, tail_m=64), Gemm(128, 256, 64, 8, stages, 8, True, tail_m=64)
-            yield _experts(problem, gate_up, down, segment_m=32 if rows <= 256 else 64, shrink_k=128 if rows <= 256 else 64)
-    if rows > 16:
+    if rows > 64:
         for stages in (4, 3, 2):
-            yield _experts(problem, Gemm(64, 64, 64, 4, stages, 1, True), Gemm(64, 128, 64, 4, stages, 1, True))
+            # One stage of the expand: with two, gate_up took 8.4 ms instead of 0.75 at T = 8192 (H200, Triton 3.6; not understood).
+            gate_up = Gemm(128, 128, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
+            down = Gemm(128, 256, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
+            if rows <= 256:
+                yield _experts(problem, gate_up, down, segment_m=32, shrink_stages=3)
+            else:  # dependent launch gains nothing here: 1455 us without, 1508 with (H200, T = 8192)
+                yield dataclasses.replace(_experts(problem, gate_up, down, segment_m=64, shrink_k=64), pdl=False)
+    if rows > 16:
+        for stages in (3, 2):
+            gate_up, down = (Gemm(64, n, 64, 4, stages, 1, True, expand_stages=1) for n in (64, 128))
+            yield _experts(problem, gate_up, down)
     for block_m, at_least in ((32, 8), (16, 0)):  # decode: wide K tiles keep enough bytes in flight
         if rows > at_least:
             for stages in (3, 2):
@@ -233,12 +240,14 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     yield _experts(problem, gemm, gemm, shrink_k=64)
 
 
-def _experts(problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int = 16, shrink_k: int = 128) -> Experts:
+def _experts(
+    problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int = 16, shrink_k: int = 128, shrink_stages: int = 4
+) -> Experts:
     # gate_up starts before its shrink ends and hides it, and summing splits costs gate_up registers (H200, T = 8: 25 us with 4).
     few = problem.num_pairs <= 32
     splits = [_splits(problem, k, shrink_k) if few else 1 for k in (problem.in_features, problem.out_features)]
     warps = 2 if segment_m == 16 else 4  # H200, T = 32: 13.0 us with 2 warps, 14.1 with 4
-    shrink13, shrink2 = (Shrink(shrink_k, s, warps, min(4, gate_up.num_stages + 1)) for s in splits)
+    shrink13, shrink2 = (Shrink(shrink_k, s, warps, min(shrink_stages, gate_up.num_stages + 1)) for s in splits)
     # One token has few programs to share its sum; many tokens have enough.
     return Experts(gate_up, down, shrink13, shrink2, segment_m, combine_n=256 if problem.num_pairs <= 256 else 1024)
 

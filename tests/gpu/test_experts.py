@@ -13,6 +13,7 @@ from torch import Tensor
 
 import moelora_ops
 from moelora_ops.kernels import config
+from moelora_ops.kernels.triton import experts
 from moelora_ops.testing.cases import CASES, MODELS, Case, Inputs
 from moelora_ops.testing.numerics import TOLERANCES, assert_close
 from moelora_ops.testing.oracle import assert_bitwise, assert_delta_close, exact_experts
@@ -334,11 +335,14 @@ def test_exact_on_integers(rank: int, num_tokens: int, block_m: int, num_stages:
         tiles = rules(problem, device)
         stages = ("gate_up", "down", "shrink13", "shrink2")
         parts = {name: dataclasses.replace(getattr(tiles, name), num_stages=num_stages) for name in stages}
+        for name in ("gate_up", "down"):
+            parts[name] = dataclasses.replace(parts[name], expand_stages=num_stages)
         changed = dataclasses.replace(tiles, **parts)
         assert changed.gate_up.block_m == block_m and config.is_valid(changed, problem, device)
         return changed
 
     monkeypatch.setattr(config, "experts", staged)
+    monkeypatch.setattr(experts, "_PLANS", {})
     inputs = integers(case)
     want = exact_experts(inputs)
     assert want.abs().max() <= 256 and not torch.equal(want, exact_experts(inputs, adapters=False))

@@ -38,11 +38,12 @@ class BasePlan:
         self.num_slices = 2 if call.gated else 1
         slots = [b for b in (call.lora_b13, call.lora_b2) if b is not None]
         self.max_loras, self.max_rank = (slots[0].shape[0], slots[0].shape[3]) if slots else (0, 0)
-        self.pdl = has_pdl(self.device)
+        self.pdl = tiles.pdl and has_pdl(self.device)
         self.w13_descriptor = tiles.gate_up.tma and _describable(call.w13)
         self.w2_descriptor = tiles.down.tma and _describable(call.w2)
         self.scratch = Scratch(self.dtype)
         self._lay_out(call)
+        self.scratch_numel = self.scratch.numel
         # The kernels only look at types and alignment while they are compiled: one small buffer stands for all scratch.
         empty = x.new_empty(16)
         memory = {name: empty.view(dtype) for name, (_, _, dtype) in self.scratch.sections.items()}
@@ -65,7 +66,7 @@ class BasePlan:
 
     def _values(self, call: Call, memory: dict[str, Tensor]) -> dict[str, Any]:
         """What the names of the stages' tensors stand for."""
-        values: dict[str, Any] = {**dict(zip(TENSORS, call)), **memory, "w2_ptr": call.w2}
+        values: dict[str, Any] = {**dict(zip(TENSORS, call)), **memory}
         if self.w13_descriptor:
             values["w13"] = self._describe_w13(call)
         if self.w2_descriptor:
@@ -85,8 +86,8 @@ class BasePlan:
             listed = self.run_list(x, [0 if t is None else t.data_ptr() for t in call.tensors()])
             if listed is not None:
                 return listed
-        memory = self.scratch.views(x.new_empty(self.scratch.numel))
-        out = x.new_empty((self.num_tokens, self.hidden_size))
+        memory = self.scratch.views(x.new_empty(self.scratch_numel))
+        out = x.new_empty(self.num_tokens, self.hidden_size)
         self._prepare(call, memory)
         values, stream = self._values(call, {**memory, "out": out}), current_stream(self.device)
         for stage in self.stages:
@@ -95,7 +96,7 @@ class BasePlan:
 
     def run_list(self, x: Tensor, addresses: list[int]) -> Tensor | None:
         """The same in one call of C, given the addresses of the op's tensors; None where that turns out not to be served."""
-        scratch, out = x.new_empty(self.scratch.numel), x.new_empty((self.num_tokens, self.hidden_size))
+        scratch, out = x.new_empty(self.scratch_numel), x.new_empty(self.num_tokens, self.hidden_size)
         addresses += (scratch.data_ptr(), out.data_ptr())
         launches = self.launches
         if launches is not None and launches(torch._C._cuda_getCurrentRawStream(x.get_device()), addresses):
@@ -106,7 +107,7 @@ class BasePlan:
     def _list(self, call: Call) -> LaunchList | None:
         slots = {name: Slot(at) for at, name in enumerate(TENSORS)}
         slots |= {name: Slot(_SCRATCH, at) for name, (at, _, _) in self.scratch.sections.items()}
-        slots |= {"out": Slot(_OUT), "w2_ptr": slots["w2"]}
+        slots["out"] = Slot(_OUT)
         first = self._prepare_words(call, slots)
         return None if first is None else LaunchList.of(self.stages, slots, len(TENSORS) + 2, first)
 

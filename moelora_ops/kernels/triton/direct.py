@@ -106,16 +106,15 @@ def project_pair(
 
 
 @triton.jit
-def load_b_pair(b_ptr, b_offsets, col_mask, rank_begin, rank, BLOCK_R: tl.constexpr, VEC: tl.constexpr):
-    """B [BLOCK_N, BLOCK_R] for ranks from rank_begin on; columns past the rank are loaded in whole vectors and left out."""
+def expand_pair(acc, z, b_ptr, b_offsets, col_mask, rank_begin, rank, BLOCK_R: tl.constexpr, VEC: tl.constexpr):
+    """acc + z B^T for ranks from rank_begin on; B's columns past the rank are loaded in whole vectors and left out.
+
+    Loading B ahead of the base product cost 2 us of 35 (H200, T = 1): registers.
+    """
     j = rank_begin + tl.arange(0, BLOCK_R)
     mask = col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :]
     b = tl.load(b_ptr + b_offsets[:, None] + j[None, :], mask=mask, other=0.0)
-    return tl.where((j < rank)[None, :], b, 0.0).to(b.dtype)
-
-
-@triton.jit
-def expand_pair(acc, z, b):
+    b = tl.where((j < rank)[None, :], b, 0.0).to(b.dtype)
     return tl.dot(z.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
 
 
@@ -126,41 +125,23 @@ def product_pair(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, VEC: tl.constexpr, LORA: tl.constexpr,
 ):  # fmt: skip
     """Both slices of (W + B A) x: A rides along with W, further blocks of ranks take a loop of their own."""
-    if LORA:  # on its way during the base product
-        b0 = load_b_pair(b_ptr, b0_offsets, col_mask, 0, rank, BLOCK_R, VEC)
-        if NUM_SLICES == 2:
-            b1 = load_b_pair(b_ptr, b1_offsets, col_mask, 0, rank, BLOCK_R, VEC)
     acc0, acc1, z0, z1 = project_pair(
         x_ptr, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, 0, rank, in_features,
         NUM_SLICES, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, True, LORA,
     )  # fmt: skip
     if LORA:
-        acc0 = expand_pair(acc0, z0, b0)
+        acc0 = expand_pair(acc0, z0, b_ptr, b0_offsets, col_mask, 0, rank, BLOCK_R, VEC)
         if NUM_SLICES == 2:
-            acc1 = expand_pair(acc1, z1, b1)
+            acc1 = expand_pair(acc1, z1, b_ptr, b1_offsets, col_mask, 0, rank, BLOCK_R, VEC)
         for rank_begin in range(BLOCK_R, rank, BLOCK_R):
             _, _, z0, z1 = project_pair(
                 x_ptr, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, rank_begin, rank, in_features,
                 NUM_SLICES, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True,
             )  # fmt: skip
-            acc0 = expand_pair(acc0, z0, load_b_pair(b_ptr, b0_offsets, col_mask, rank_begin, rank, BLOCK_R, VEC))
+            acc0 = expand_pair(acc0, z0, b_ptr, b0_offsets, col_mask, rank_begin, rank, BLOCK_R, VEC)
             if NUM_SLICES == 2:
-                acc1 = expand_pair(acc1, z1, load_b_pair(b_ptr, b1_offsets, col_mask, rank_begin, rank, BLOCK_R, VEC))
+                acc1 = expand_pair(acc1, z1, b_ptr, b1_offsets, col_mask, rank_begin, rank, BLOCK_R, VEC)
     return acc0, acc1
-
-
-@triton.jit
-def prefetch_weight(
-    w_ptr, expert, columns, col_mask, stride_we, stride_wn, in_features, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """Ask the L2 for rows `columns` of one expert's weight, a line of 128 bytes at a time. Compiled kernels only."""
-    rows = w_ptr + expert * stride_we + columns.to(tl.int64)[:, None] * stride_wn
-    for k in range(0, in_features, BLOCK_K):
-        lines = k + tl.arange(0, BLOCK_K // 64) * 64
-        lines = tl.where(col_mask[:, None] & (lines < in_features)[None, :], lines[None, :], 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows + lines], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
 
 
 _SMALL = ["topk_ids_ptr", "mapping_ptr", "enabled_ptr", "expert_map_ptr", "topk_weights_ptr", "ranks_ptr"]
@@ -281,7 +262,6 @@ def direct_gate_up_kernel(
 def direct_down_kernel(
     act_ptr,
     w2,  # as in down_kernel
-    w2_ptr,
     bias_ptr,
     out_ptr,
     topk_weights_ptr,  # None: the router weight was applied on the input
@@ -329,8 +309,6 @@ def direct_down_kernel(
     )  # fmt: skip
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = columns < hidden_size
-    if USE_PDL and expert >= 0:  # the weights do not depend on gate_up: bring them into the L2 while it runs
-        prefetch_weight(w2_ptr, expert, columns, col_mask, stride_we, stride_wn, intermediate_size, BLOCK_N, BLOCK_K)
     gdc_wait(USE_PDL)
     if expert < 0:
         return

@@ -219,7 +219,7 @@ class DirectPlan(BasePlan):
         return self._direct(direct_gate_up_kernel, call, values, self.tiles.gate_up, names, lora, strides, more, constants)
 
     def _down(self, call: Call, values: dict[str, Any]) -> Launch:
-        names = ("act", "w2", "w2_ptr", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights")
+        names = ("act", "w2", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights")
         constants = {"W_TMA": self.w2_descriptor}
         return self._direct(direct_down_kernel, call, values, self.tiles.down, names, ("lora_a2", "lora_b2"), (), (), constants)
 
