@@ -46,8 +46,9 @@ _ZEROS = (0,) * len(TENSORS)
 def key_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[int]]:
     """Whatever the checks and the launches of a call depend on, and the address of each of `TENSORS`, 0 for None.
 
-    That is each tensor's shape, strides, dtype, device (its number, -1 for CPU: the dispatcher brings no other backends here)
-    and alignment to 16 bytes, and every option. Values of tensors are not, nor are their addresses otherwise.
+    That is each tensor's shape, strides (unless it is contiguous: then they do not matter), dtype, device (its number, -1 for
+    CPU: the dispatcher brings no other backends here) and alignment to 16 bytes, and every option. Values of tensors are not,
+    nor are their addresses otherwise.
 
     Args: the op's arguments; those by name are part of the key by name, so that leaving out a default may give another key.
     Raises: RuntimeError for a tensor without memory or strides, which no check lets through.
@@ -60,13 +61,15 @@ def key_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
             addresses.append(0)
         else:
             address = tensor.data_ptr()
-            key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address & 15))
+            strides = tensor.is_contiguous() or tensor.stride()
+            key.append((tensor.shape, strides, tensor.dtype, tensor.get_device(), address & 15))
             addresses.append(address)
     addresses.extend(_ZEROS[len(args) :])
     for name, value in kwargs.items():
         if value is not None and name in _AT:
             addresses[_AT[name]] = address = value.data_ptr()
-            value = (value.shape, value.stride(), value.dtype, value.get_device(), address & 15)
+            strides = value.is_contiguous() or value.stride()
+            value = (value.shape, strides, value.dtype, value.get_device(), address & 15)
         key.append((name, value))
     return tuple(key), addresses
 
