@@ -1,11 +1,14 @@
-"""The files of an adapter: where they are, and safetensors read with every fault as an `AdapterError`."""
+"""The files of an adapter: where they are, and safetensors read into memory of their own, every fault an `AdapterError`."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -13,62 +16,223 @@ from torch import Tensor
 from ..checks import short
 from ..errors import AdapterError
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CONFIG, AUTOMODEL_CONFIG = "adapter_config.json", "automodel_peft_config.json"
+# PEFT and all that write its names; MLX; the experts of KTransformers, beside PEFT's file or alone.
+PEFT, MLX, KTRANSFORMERS = "adapter_model.safetensors", "adapters.safetensors", "fused_expert_lora.safetensors"
+_CONVERT = 'safetensors.torch.save_file(torch.load("{name}", weights_only=True), "' + PEFT + '")'
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_MAX_HEADER = 64 * 2**20  # bytes; 100,000 tensors need 18 MiB
+_WEIGHTS = (".bin", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
+_MAX_JSON = 16 * 2**20
 
 
-def find(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The weight file and the config beside it; `path` is a folder or the weight file itself.
+def find(path: str | os.PathLike[str]) -> list[Path]:
+    """The weight files of an adapter, all in one folder; `path` is the folder or one of them.
 
-    Raises: AdapterError for a missing file, and for pickles, which are not opened.
+    Raises: AdapterError for a missing file, for pickles, which are not opened, and where it is not clear which file is meant.
     """
     try:
-        weights = Path(path)
+        folder = Path(path)
     except TypeError as error:
         raise AdapterError(f"path must be a folder or a file, got {type(path).__name__}") from error
-    if weights.is_dir():
-        pickled = weights / "adapter_model.bin"
-        weights = weights / WEIGHTS
-        if not weights.exists() and pickled.exists():
-            raise AdapterError(f"{pickled} is a pickle: save the adapter as {WEIGHTS}")
-    if weights.suffix != ".safetensors":
-        raise AdapterError(f"path must be a folder or a .safetensors file, got {weights}")
-    if not weights.is_file():
-        raise AdapterError(f"path must hold {weights.name}, got no such file in {weights.parent}")
-    return weights, weights.parent / CONFIG
+    if not folder.is_dir():
+        if folder.suffix != ".safetensors":
+            raise AdapterError(f"path must be a folder or a .safetensors file, got {folder}{_how_to_convert(folder.name)}")
+        if not folder.is_file():
+            raise AdapterError(f"path must hold {folder.name}, got no such file in {folder.parent}")
+        if folder.name not in (PEFT, MLX, KTRANSFORMERS):
+            return [folder]
+        folder = folder.parent  # half of an adapter may lie in the file beside it
+    found = [folder / name for name in (PEFT, MLX, KTRANSFORMERS) if (folder / name).is_file()]
+    if folder / MLX in found and len(found) > 1:
+        raise AdapterError(f"path must hold one adapter, got {' and '.join(p.name for p in found)} in {folder}")
+    if not found:
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in _WEIGHTS)
+        got = f"{', '.join(others[:4])}" if others else "no such file"
+        why = next(filter(None, map(_how_to_convert, others)), "")
+        raise AdapterError(f"path must hold {PEFT}, {MLX} or {KTRANSFORMERS}, got {got} in {folder}{why}")
+    return found
 
 
-class TensorFile:
-    """A safetensors file, read tensor by tensor.
+def _how_to_convert(name: str) -> str:
+    suffix = Path(name).suffix
+    if suffix in (".bin", ".pt", ".pth"):
+        return f": {name} is a pickle and is not opened; convert it with {_CONVERT.format(name=name)}"
+    if suffix in (".npz", ".gguf"):
+        return f": {name} is no safetensors file; save the adapter as safetensors"
+    return f": {name} is one of several shards; save them as one {PEFT}" if "-of-" in name else ""
 
-    Raises: AdapterError where the file is truncated, overlapping, oversized or no safetensors file at all.
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises: AdapterError where the file is missing, too large, is not JSON, gives a name twice, or is not an object.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_JSON + 1)
+        if len(text) > _MAX_JSON:
+            raise AdapterError(f"{what} {path.name} must have at most {_MAX_JSON} bytes, got more")
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except OSError as error:
+        raise AdapterError(f"{what} must be a readable file {path.name}, got {error.strerror or error}") from error
+    except AdapterError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{what} {path.name} must be JSON, got {error}") from error
+    if not isinstance(value, dict):
+        raise AdapterError(f"{what} {path.name} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} twice")
+    return result
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: BinaryIO
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int  # of the bytes, from the start of the file
+    end: int
+
+
+class TensorFiles:
+    """The tensors of one or several safetensors files, read one by one, without a mapping of the files.
+
+    Raises: AdapterError where a file is truncated, overlapping, oversized or no safetensors file at all, or where two files
+        have a tensor of the same name.
     """
 
-    def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._path, self._fault = path, SafetensorError
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._files: list[BinaryIO] = []
+        self.size = 0  # bytes of all files
         try:
-            file: Any = safe_open(path, framework="pt", device="cpu")
-            self._file, self.names = file, sorted(file.keys())
-        except (SafetensorError, OSError, ValueError) as error:
-            raise AdapterError(f"{path.name} must be a whole safetensors file, got: {error}") from error
+            for path in paths:
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+        self.names = sorted(self._entries)
 
-    def __enter__(self) -> TensorFile:
-        self._file.__enter__()
+    def _open(self, path: Path) -> None:
+        try:
+            file = path.open("rb", buffering=0)
+            self._files.append(file)
+            size = os.fstat(file.fileno()).st_size
+            entries = _parse(file, size)
+        except (OSError, ValueError, RecursionError) as error:
+            raise AdapterError(f"{path.name} must be a whole safetensors file, got: {error}; copy it again") from error
+        for name in entries.keys() & self._entries.keys():
+            raise AdapterError(f"{name} must be in one file of the adapter, got it in two")
+        self._entries |= entries
+        self.size += size
+
+    def __enter__(self) -> TensorFiles:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, without reading it; AdapterError unless it is a plain float type."""
+        dtype = self._entries[name].dtype
+        if dtype not in _DTYPES:
+            raise AdapterError(
+                f"{name} must have dtype {short(list(_DTYPES.values()))}, got {dtype} in the file: save it dequantized"
+            )
+        return _DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
         """One tensor, finite and of a float dtype, in memory of its own."""
-        try:
-            tensor: Tensor = self._file.get_tensor(name)
-        except (self._fault, OSError, ValueError) as error:
-            raise AdapterError(f"{name} must be readable from {self._path.name}, got: {error}") from error
-        if tensor.dtype not in _DTYPES:
-            raise AdapterError(f"{name} must have dtype {short(_DTYPES)}, got {short([tensor.dtype])}")
-        if not torch.isfinite(tensor).all():
-            raise AdapterError(f"{name} must be finite, got infinite or NaN values")
-        return tensor.clone()  # the file may be mapped: later changes on disk must not reach the adapter
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(name, tensor)
+        check_finite(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill a target of the tensor's shape; it is converted where the dtypes differ. Not checked for NaN."""
+        entry, dtype = self._entries[name], self.dtype(name)
+        direct = target if target.dtype == dtype and target.is_contiguous() else torch.empty(entry.shape, dtype=dtype)
+        if direct.numel():
+            view = memoryview(direct.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            try:
+                entry.file.seek(entry.begin)
+                done = 0
+                while done < len(view):
+                    count = entry.file.readinto(view[done:])  # type: ignore[attr-defined]
+                    if not count:
+                        raise AdapterError(f"{name} must be readable, got the end of the file")
+                    done += count
+            except OSError as error:
+                raise AdapterError(f"{name} must be readable, got: {error}") from error
+        if direct is not target:
+            target.copy_(direct)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """AdapterError for NaN and infinite values."""
+    if not is_finite(tensor):
+        raise AdapterError(f"{name} must be finite, got infinite or NaN values: its training diverged, or it is damaged")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite; one pass, no temporary."""
+    return tensor.numel() == 0 or all(math.isfinite(x) for x in torch.stack(torch.aminmax(tensor)).tolist())
+
+
+def _parse(file: BinaryIO, size: int) -> dict[str, _Entry]:
+    """The header of a safetensors file, whose tensors must lie side by side and fill the file.
+
+    Layout: 8 bytes of little-endian header size n, n bytes of JSON, the data; offsets count from the data.
+    """
+    if size < 8:
+        raise ValueError(f"{size} bytes, fewer than its first field has")
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size - 8, _MAX_HEADER):
+        raise ValueError(f"a header of {length} bytes, where {min(size - 8, _MAX_HEADER)} are the most possible")
+    header = b""
+    while len(header) < length and (part := file.read(length - len(header))):
+        header += part
+    fields = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
+    if not isinstance(fields, dict):
+        raise ValueError(f"a header that is {type(fields).__name__}")
+    fields.pop("__metadata__", None)
+    entries = {name: _entry(file, name, value, 8 + length) for name, value in fields.items()}
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            raise ValueError(f"{name} at byte {entry.begin}, where {end} is the end of the tensor before it")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"{size} bytes, where its header describes {end}")
+    return entries
+
+
+def _entry(file: BinaryIO, name: str, value: Any, start: int) -> _Entry:
+    value = value if isinstance(value, Mapping) else {}
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 else [None]
+    if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+        raise ValueError(f"{name} without dtype, shape and data_offsets of whole numbers")
+    if len(shape) > 8:
+        raise ValueError(f"{name} with {len(shape)} dimensions")
+    count = offsets[1] - offsets[0]
+    if count < 0 or (dtype in _DTYPES and count != math.prod(shape) * _DTYPES[dtype].itemsize):
+        raise ValueError(f"{name} of {count} bytes, where shape {shape} of {dtype} needs others")
+    return _Entry(file, dtype, tuple(shape), start + offsets[0], start + offsets[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterError
+from .files import read_json_object
 
 # The same size goes by several names; the first one that a config has counts.
-_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+# The experts may have an input of their own width.
+_HIDDEN = ("moe_latent_size", "moe_hidden_size", "hidden_size")
+# Where multimodal models keep the config of their language model.
+_INNER = ("text_config", "thinker_config", "llm_config", "language_config")
 _NOT_GATED = ("nemotron_h",)
-_INTERLEAVED = ("gpt_oss", "openai_privacy_filter")
+_INTERLEAVED = ("gpt_oss",)
 _TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text", "llama4", "llama4_text")
+# Families whose first projection has more rows than its experts, or experts of several sizes in one layer.
+_NOT_READ = ("longcat_flash", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text")
+# Far above any model: what is larger is a mistake that would cost memory and time before it shows.
+_MOST = {"layers": 10_000, "experts": 65_536, "any": 2**31 - 1}
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class MoeGeometry:
     interleaved: bool = False  # base rows of the first projection alternate gate, up, gate, ...
     transposed: bool = False  # base weights are stored [E, in, out]
     model_type: str = ""
+    top_k: int | None = None  # experts of a token, where the config says it
 
     @classmethod
     def from_config(cls, config: Any) -> MoeGeometry:
@@ -44,26 +54,29 @@ class MoeGeometry:
 
         Raises: AdapterError naming the field that is missing or wrong.
         """
-        fields = _as_mapping(config)
-        inner = fields.get("text_config")
-        if isinstance(inner, Mapping):  # multimodal models: the experts are in the language model
-            fields = inner
+        fields = _of_language_model(_as_mapping(config))
         model_type = fields.get("model_type", "")
         if not isinstance(model_type, str):
             raise AdapterError(f"config field model_type must be a string, got {model_type!r}")
+        if model_type in _NOT_READ:
+            raise AdapterError(f"config field model_type must be of a family with equal experts in a layer, got {model_type!r}")
         kinds = _layer_kinds(fields) if model_type in _NOT_GATED else None  # hybrid models list their layers instead
-        num_layers = _size(fields, ("num_hidden_layers",), default=None if kinds is None else len(kinds))
-        latent = fields.get("moe_latent_size")
+        num_layers = _size(fields, ("num_hidden_layers",), default=None if kinds is None else len(kinds), most=_MOST["layers"])
+        num_experts = _size(fields, _NUM_EXPERTS, most=_MOST["experts"])
+        moe_layers = _moe_layers(fields, model_type, num_layers, num_experts)
+        if not moe_layers:
+            raise AdapterError(f"config must be of a model with routed experts, got none in its {num_layers} layers")
         return cls(
             num_layers=num_layers,
-            moe_layers=_moe_layers(fields, model_type, num_layers),
-            num_experts=_size(fields, _NUM_EXPERTS),
-            hidden_size=_size(fields, ("hidden_size",) if latent is None else ("moe_latent_size",)),
+            moe_layers=moe_layers,
+            num_experts=num_experts,
+            hidden_size=_size(fields, (next((n for n in _HIDDEN if fields.get(n) is not None), _HIDDEN[-1]),)),
             intermediate_size=_size(fields, _INTERMEDIATE),
             gated=model_type not in _NOT_GATED,
             interleaved=model_type in _INTERLEAVED,
             transposed=model_type in _TRANSPOSED,
             model_type=model_type,
+            top_k=_size(fields, _TOP_K, default=0, least=0) or None,
         )
 
     def sizes(self, projection: str) -> tuple[int, int]:
@@ -88,28 +101,31 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     return config
 
 
-def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises: AdapterError where the file is missing, is not JSON, or is not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise AdapterError(f"{what} must be a readable file {path.name}, got {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{what} {path.name} must be JSON, got {error}") from error
-    if not isinstance(value, dict):
-        raise AdapterError(f"{what} {path.name} must be a JSON object, got {type(value).__name__}")
-    return value
+def _of_language_model(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a multimodal config that has the experts."""
+    for name in _INNER:
+        inner: Any = fields.get(name)
+        if hasattr(inner, "to_dict"):
+            inner = inner.to_dict()
+        if isinstance(inner, Mapping):
+            found = _of_language_model(inner)
+            if any(found.get(number) is not None for number in _NUM_EXPERTS):
+                return found
+    return fields
 
 
-def _size(fields: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, least: int = 1) -> int:
+def _size(
+    fields: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, least: int = 1, most: int = _MOST["any"]
+) -> int:
     value = next((fields[n] for n in names if fields.get(n) is not None), default)
     if value is None:
         raise AdapterError(f"config field {' or '.join(names)} must be given, got none of them")
+    if isinstance(value, (list, tuple)) and value and all(v == value[0] for v in value):
+        value = value[0]  # one for each layer, all the same
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise AdapterError(f"config field {' or '.join(names)} must be an int >= {least}, got {value!r}")
+        raise AdapterError(f"config field {' or '.join(names)} must be an int >= {least}, got {value!r:.100}")
+    if value > most:
+        raise AdapterError(f"config field {' or '.join(names)} must be <= {most}, got {value!r:.100}")
     return value
 
 
@@ -128,21 +144,32 @@ def _layer_kinds(fields: Mapping[str, Any]) -> list[Any]:
     return list(pattern)
 
 
-def _moe_layers(fields: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int, ...]:
+def _moe_layers(fields: Mapping[str, Any], model_type: str, num_layers: int, num_experts: int) -> tuple[int, ...]:
     """Which decoder layers have routed experts."""
+    every = range(num_layers)
     if model_type in _NOT_GATED:
         return tuple(i for i, kind in enumerate(_layer_kinds(fields)) if kind in ("moe", "E"))
+    if fields.get("enable_moe_block") is False:
+        return ()
     if model_type in ("llama4", "llama4_text"):
         step = _size(fields, ("interleave_moe_layer_step",), default=1)
         chosen = _listed(fields, "moe_layers") or range(step - 1, num_layers, step)
-        return tuple(i for i in range(num_layers) if i in chosen)
-    only_mlp = _listed(fields, "mlp_only_layers")
-    dense = {i for i in range(num_layers) if i in only_mlp}
-    dense |= {i for i, kind in enumerate(_listed(fields, "mlp_layer_types")) if kind == "dense"}
+        return tuple(i for i in every if i in chosen)
+    if model_type == "jamba":
+        period, offset = _size(fields, ("expert_layer_period",), 2), _size(fields, ("expert_layer_offset",), 1, least=0)
+        return tuple(i for i in every if (i - offset) % period == 0 and num_experts > 1)
+    kinds = _listed(fields, "mlp_layer_types")
+    if kinds:  # says it for each layer, whatever the fields of older configs beside it say
+        return tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind != "dense")
+    first = _size(fields, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), default=0, least=0)
+    last = fields.get("moe_layer_end_index")
+    last = num_layers - 1 if last in (None, -1) else _size(fields, ("moe_layer_end_index",), least=0)
+    step = _size(fields, ("decoder_sparse_step", "moe_layer_interval"), default=1)
     frequency = fields.get("moe_layer_freq")
+    only_mlp = _listed(fields, "mlp_only_layers")
     if isinstance(frequency, (list, tuple)):  # one flag for each layer
-        dense |= {i for i, flag in enumerate(frequency) if not flag}
-    every = _size(fields, ("moe_layer_freq",), default=1) if isinstance(frequency, int) else 1
-    first = _size(fields, ("first_k_dense_replace",), default=0, least=0)
-    step = _size(fields, ("decoder_sparse_step",), default=1)
-    return tuple(i for i in range(first, num_layers) if i not in dense and i % every == 0 and (i + 1) % step == 0)
+        sparse = [i for i, flag in enumerate(frequency[:num_layers]) if flag]
+    else:
+        stride = _size(fields, ("moe_layer_freq",), default=1)
+        sparse = [i for i in every if i % stride == 0]
+    return tuple(i for i in sparse if first <= i <= last and (i + 1) % step == 0 and i not in only_mlp)

@@ -5,14 +5,14 @@
 
 With E experts of rank r, row e * r + j of lora_A and column j * E + e of lora_B belong to component j of expert e. *Natural*
 orientation (PEFT >= 0.19.1 on [E, out, in] storage): lora_A (E * r, in), lora_B (out, r * E). *Reversed*: lora_A (E * r, out),
-lora_B (in, r * E), and the change is the transposed product.
+lora_B (in, r * E), and the change is the transposed product. What proves the orientation: the shapes of a tensor; where in
+equals out, those of another projection of the same file; then peft_version, which says what PEFT did for the base's storage.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,16 @@ from torch import Tensor
 from ..errors import AdapterError
 from .adapter import ProjectionLora
 from .config import AdapterConfig
+from .files import TensorFiles
 from .geometry import MoeGeometry
-from .names import LAYER_EXPERTS, layer_of
+from .names import OTHER_BASE, clean, layer_of, pattern
+from .pairs import Layers, Reading
 
-_NAME = re.compile(LAYER_EXPERTS + r"(?P<wrappers>(?:\.base_layer)*)\.lora_(?P<half>[AB])\.weight")
+NAME = "PEFT target_parameters"
+_NAME = pattern("experts(?P<wrappers>(?:\\.base_layer)*)")
 _CHANGED_STORAGE = ("qwen3_vl_moe", "qwen3_vl_moe_text")  # [E, in, out] in transformers v4, [E, out, in] in v5
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+_NAMED = {True: "natural", False: "reversed"}
 
 
 @dataclass(frozen=True)
@@ -35,66 +40,68 @@ class _Factors:
     layer: int
     parameter: str  # gate_up_proj, up_proj or down_proj
     path: str  # of the parameter in the base model
-    name: str  # of lora_A
-    a: Tensor
-    b: Tensor
+    name_a: str
+    name_b: str
 
 
 def matches(name: str) -> bool:
     """Whether a tensor's name has this format."""
-    return _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(clean(name)) is not None
 
 
-def read(tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: MoeGeometry) -> dict[int, dict[str, ProjectionLora]]:
+def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> Reading:
     """Layers of an adapter from its expert tensors, all of which match.
 
     Raises: AdapterError naming the tensor or field, what was expected and what came.
     """
-    factors = _collect(tensors, config, geometry)
-    proven = {natural for f in factors if (natural := _natural_by_shape(f, config, geometry)) is not None}
-    if len(proven) > 1:
-        raise AdapterError("lora_A and lora_B of all expert parameters must have one orientation, got both in one file")
-    natural = proven.pop() if proven else _natural_by_version(factors[0], config, geometry)
-    layers: dict[int, dict[str, ProjectionLora]] = {}
+    factors = _collect(tensors, names, config, geometry)
+    natural, proof = _orientation(factors, tensors, config, geometry)
+    layers: Layers = {}
+    sliced = False
     for f in factors:
-        a, b = _unpack(f, config, geometry, natural)
-        layers.setdefault(f.layer, {}).update(_projections(f, a, b, config, geometry))
-    return layers
+        a, b = _unpack(tensors.read(f.name_a), tensors.read(f.name_b), f, config, geometry, natural)
+        found = _projections(f, a, b, config, geometry)
+        sliced |= f.parameter == "gate_up_proj" and found["gate"].rank < a.shape[1]
+        layers.setdefault(f.layer, {}).update(found)
+    form = f"{NAME}, {_NAMED[natural]} orientation"
+    form += ", lora_B expert by expert (b_packing)" if config.options.b_packing else ""
+    form += ", gate and up block diagonal: read as two of half the rank" if sliced else ""
+    return Reading(layers, form, proof)
 
 
-def _collect(tensors: Mapping[str, Tensor], config: AdapterConfig, geometry: MoeGeometry) -> list[_Factors]:
+def _collect(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> list[_Factors]:
     """Which tensors belong to which parameter: the wrappers nest in the order of registration, the first one innermost."""
-    found: dict[str, dict[tuple[int, str], tuple[str, Tensor]]] = {}
+    found: dict[str, dict[tuple[int, str], str]] = {}
     layer_ids: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        match = _NAME.fullmatch(name)
+    for name in names:
+        match = _NAME.fullmatch(clean(name))
         assert match is not None
-        layer_ids[match["path"]] = layer_of(match, geometry)
-        part = found.setdefault(match["path"], {}).setdefault(
-            (match["wrappers"].count("base_layer"), match["half"]), (name, tensor)
-        )
-        if part[0] != name:
-            raise AdapterError(f"{name}: one such tensor per layer expected, got also {part[0]}")
-    result = []
-    for path, parts in found.items():
-        parameters = _targeted(path, config, geometry)
-        wanted = {(depth, half) for depth in range(len(parameters)) for half in "AB"}
-        if parts.keys() != wanted:
-            names = sorted(name for name, _ in parts.values())
-            raise AdapterError(
-                f"{path} must have lora_A and lora_B for each parameter of adapter_config field target_parameters, "
-                f"{' and '.join(parameters) or 'none'}, got {', '.join(names)}"
-            )
-        for depth, parameter in enumerate(reversed(parameters)):
-            (name, a), (_, b) = parts[depth, "A"], parts[depth, "B"]
-            result.append(_Factors(layer_ids[path], parameter, f"{path}.{parameter}", name, a, b))
+        path = match["path"].removesuffix(match["wrappers"])
+        layer_ids[path] = layer_of(match, geometry)
+        part = found.setdefault(path, {}).setdefault((match["wrappers"].count("base_layer"), match["half"]), name)
+        if part != name:
+            raise AdapterError(f"{name}: one such tensor per layer expected, got also {part}")
     if len(set(layer_ids.values())) < len(layer_ids):
         raise AdapterError(f"each layer must have one set of experts, got {', '.join(sorted(layer_ids))}")
+    result = []
+    for path, parts in sorted(found.items(), key=lambda item: layer_ids[item[0]]):
+        parameters = _targeted(path, parts, tensors, config, geometry)
+        wanted = {(depth, half) for depth in range(len(parameters)) for half in "AB"}
+        if parts.keys() != wanted:
+            raise AdapterError(
+                f"{path} must have lora_A and lora_B for each parameter of adapter_config field target_parameters, "
+                f"{' and '.join(parameters) or 'none'}, got {', '.join(sorted(parts.values()))}"
+            )
+        for depth, parameter in enumerate(reversed(parameters)):
+            name_a, name_b = parts[depth, "A"], parts[depth, "B"]
+            result.append(_Factors(layer_ids[path], parameter, f"{path}.{parameter}", name_a, name_b))
     return result
 
 
-def _targeted(path: str, config: AdapterConfig, geometry: MoeGeometry) -> list[str]:
-    """The parameters of `path` that target_parameters names, in the order of their registration in the module."""
+def _targeted(
+    path: str, parts: dict[tuple[int, str], str], tensors: TensorFiles, config: AdapterConfig, geometry: MoeGeometry
+) -> list[str]:
+    """The parameters of `path` that the tensors are for, in the order of their registration in the module."""
 
     def is_target(parameter: str) -> bool:
         full = f"{path}.{parameter}"
@@ -106,7 +113,19 @@ def _targeted(path: str, config: AdapterConfig, geometry: MoeGeometry) -> list[s
             raise AdapterError(
                 f"adapter_config field target_parameters must name weights of experts, got {path}.{parameter}_bias"
             )
-    return [p for p in parameters if is_target(p)]
+    if config.target_parameters:
+        return [p for p in parameters if is_target(p)]
+    if parts.keys() != {(0, "A"), (0, "B")}:
+        return parameters if (1, "A") in parts else []
+    # An exporter left the field out, and one wrapper has the same name for each parameter: the shapes may tell.
+    candidates = [_Factors(0, p, f"{path}.{p}", parts[0, "A"], parts[0, "B"]) for p in parameters]
+    fitting = [f.parameter for f in candidates if _shapes(f, tensors) in _expected(f, config, geometry)]
+    if len(fitting) > 1:
+        raise AdapterError(
+            f"adapter_config field target_parameters must name the parameter of {parts[0, 'A']}, got none, and its shape fits "
+            f"{' and '.join(fitting)}"
+        )
+    return fitting
 
 
 def _sizes(f: _Factors, geometry: MoeGeometry) -> tuple[int, int]:
@@ -114,28 +133,60 @@ def _sizes(f: _Factors, geometry: MoeGeometry) -> tuple[int, int]:
     return size_in, size_out * (2 if f.parameter == "gate_up_proj" else 1)
 
 
-def _natural_by_shape(f: _Factors, config: AdapterConfig, geometry: MoeGeometry) -> bool | None:
-    """True natural, False reversed, None where in == out leaves it open."""
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _shapes(f: _Factors, tensors: TensorFiles) -> _Shapes:
+    return tensors.shape(f.name_a), tensors.shape(f.name_b)
+
+
+def _expected(f: _Factors, config: AdapterConfig, geometry: MoeGeometry) -> tuple[_Shapes, _Shapes]:
+    """Shapes of lora_A and lora_B in natural and in reversed orientation."""
     size_in, size_out = _sizes(f, geometry)
     num_columns = geometry.num_experts * config.rank(f.path)
     natural = (num_columns, size_in), (size_out, num_columns)
-    backward = (num_columns, size_out), (size_in, num_columns)
-    shapes = tuple(f.a.shape), tuple(f.b.shape)
-    if shapes not in (natural, backward):
+    return natural, ((num_columns, size_out), (size_in, num_columns))
+
+
+def _orientation(
+    factors: list[_Factors], tensors: TensorFiles, config: AdapterConfig, geometry: MoeGeometry
+) -> tuple[bool, str]:
+    """True for natural, False for reversed, and what proves it."""
+    proven: dict[bool, str] = {}
+    for f in factors:
+        shapes, (natural, backward) = _shapes(f, tensors), _expected(f, config, geometry)
+        if shapes not in (natural, backward):
+            raise AdapterError(
+                f"{f.name_a} and its lora_B must have shapes {natural} or, of an older PEFT, {backward} for {f.parameter} with "
+                f"{geometry.num_experts} experts of rank {config.rank(f.path)} (adapter_config), got {shapes}{OTHER_BASE}"
+            )
+        if natural != backward:
+            proven.setdefault(shapes == natural, f"the shape of {f.name_a}, {shapes[0]}")
+    if len(proven) > 1:
         raise AdapterError(
-            f"{f.name} and its lora_B must have shapes {natural} or, of an older PEFT, {backward} for {f.parameter} with "
-            f"{geometry.num_experts} experts of rank {config.rank(f.path)} (adapter_config), got {shapes}"
+            "lora_A and lora_B of all expert parameters must have one orientation, got both in one file: natural by "
+            f"{proven[True]}, reversed by {proven[False]}"
         )
-    return None if natural == backward else shapes == natural
+    asked = None if config.options.orientation is None else config.options.orientation == "natural"
+    if proven:
+        found, proof = next(iter(proven.items()))
+        if asked is not None and asked != found:
+            raise AdapterError(f"orientation must be {_NAMED[found]} or None for this file, got the other: see {proof}")
+        return found, f"{_NAMED[found]} orientation by {proof}"
+    if asked is not None:
+        return asked, f"{_NAMED[asked]} orientation by the caller's option; in and out are equal"
+    found = _by_version(factors[0], config, geometry)
+    return found, f"{_NAMED[found]} orientation by peft_version {config.peft_version} for this base; in and out are equal"
 
 
-def _natural_by_version(f: _Factors, config: AdapterConfig, geometry: MoeGeometry) -> bool:
+def _by_version(f: _Factors, config: AdapterConfig, geometry: MoeGeometry) -> bool:
     """What the PEFT that wrote the file did for this storage, where no shape tells."""
-    version = re.match(r"(\d+)\.(\d+)\.(\d+)", config.peft_version) if isinstance(config.peft_version, str) else None
-    if version is None or geometry.model_type in _CHANGED_STORAGE:
+    version = _VERSION.match(config.peft_version) if isinstance(config.peft_version, str) else None
+    if version is None or not geometry.model_type or geometry.model_type in _CHANGED_STORAGE:
         raise AdapterError(
-            f"{f.name} must show its orientation: in and out are both {_sizes(f, geometry)[0]}, and adapter_config field "
-            f"peft_version, got {config.peft_version!r}, does not decide for {geometry.model_type or 'this model'}"
+            f"{f.name_a} must show its orientation: in and out are both {_sizes(f, geometry)[0]}, and adapter_config field "
+            f"peft_version, got {config.peft_version!r:.40}, does not decide for "
+            f'{geometry.model_type or "a base without model_type"}: the option orientation="natural" or "reversed" does'
         )
     number = tuple(int(part) for part in version.groups())
     if geometry.model_type in ("llama4", "llama4_text"):
@@ -145,14 +196,16 @@ def _natural_by_version(f: _Factors, config: AdapterConfig, geometry: MoeGeometr
     return number >= (0, 19, 1)
 
 
-def _unpack(f: _Factors, config: AdapterConfig, geometry: MoeGeometry, natural: bool) -> tuple[Tensor, Tensor]:
-    """A (E, r, in) and B (E, out, r) in natural orientation."""
+def _unpack(
+    a: Tensor, b: Tensor, f: _Factors, config: AdapterConfig, geometry: MoeGeometry, natural: bool
+) -> tuple[Tensor, Tensor]:
+    """Views of the tensors: A (E, r, in) and B (E, out, r) in natural orientation."""
     num_experts, rank = geometry.num_experts, config.rank(f.path)
-    a = f.a.reshape(num_experts, rank, -1)
-    if config.b_packing == "expert_major":
-        b = f.b.reshape(-1, num_experts, rank).permute(1, 0, 2)
+    a = a.view(num_experts, rank, -1)
+    if config.options.b_packing == "expert_major":
+        b = b.view(-1, num_experts, rank).permute(1, 0, 2)
     else:
-        b = f.b.reshape(-1, rank, num_experts).permute(2, 0, 1)
+        b = b.view(-1, rank, num_experts).permute(2, 0, 1)
     return (a, b) if natural else (b.transpose(1, 2), a.transpose(1, 2))
 
 
@@ -177,4 +230,4 @@ def _projections(f: _Factors, a: Tensor, b: Tensor, config: AdapterConfig, geome
 
 
 def _projection(a: Tensor, b: Tensor, scaling: float) -> ProjectionLora:
-    return ProjectionLora(a.contiguous(), b.contiguous(), torch.tensor([scaling], dtype=torch.float32))
+    return ProjectionLora(a, b, torch.tensor([scaling], dtype=torch.float32))
