@@ -263,12 +263,18 @@ def _delta_rules(problem: Problem) -> Iterator[Delta]:
     if problem.dtype == torch.float32:
         yield Delta(Shrink(32, _splits(problem, problem.in_features, 32), 4, 2), 16, 16, 32, 4, 4, 2)
         return
-    tiles = 1 if problem.num_pairs <= 64 else 8  # few pairs: a program for each tile; else fewer programs to start
-    if problem.num_pairs > 16384:  # tens of rows of one (expert, adapter): each tile of A serves many
-        yield Delta(Shrink(64, 1, 4, 4), 64, 16, 64, tiles, 2, 4)
+    pairs, k = problem.num_pairs, problem.in_features
+    splits = next((s for most, s in ((16, 8), (64, 4)) if pairs <= most), 1)
+    # Columns of a tile, tiles that one program walks, warps, stages. H200: docs/measurements/gpu.md.
+    walks = ((16, (64, 1, 2, 1)), (512, (32, 8, 1, 4)), (8192, (64, 16, 2, 4)))
+    expand = next((walk for most, walk in walks if pairs <= most), (128, 8, 4, 3))
+    if pairs > 32768 and k > 1024:  # tens of rows of one (expert, adapter): each tile of a wide A serves many
+        yield Delta(Shrink(64, 1, 4, 4), 64, 16, *expand)
     for shrink_k, stages in ((128, 4), (128, 3), (64, 2)):
-        shrink = Shrink(shrink_k, _splits(problem, problem.in_features, shrink_k), 2, stages)
-        yield Delta(shrink, 16, 16, 64, tiles, 2, min(stages, tiles))
+        columns, tiles, warps, expand_stages = expand
+        shrink = Shrink(shrink_k, max(1, min(splits, k // shrink_k)), 2, stages)
+        yield Delta(shrink, 16, 16, columns, tiles, warps, min(stages, expand_stages))
+    yield Delta(Shrink(64, 1, 2, 2), 16, 16, 64, 1, 2, 1)
 
 
 def table_path(op: str, problem: Problem, device: Device) -> Path:
