@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import warnings
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Iterator
 
 import pytest
 import torch
@@ -28,11 +30,11 @@ def problems() -> list[Problem]:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder instead of the shipped tables; nothing is remembered of either."""
-    for cached in (config.experts, config.delta, config.read_table):
+    for cached in (config.experts, config.delta, config.read_table, config._warned):
         cached.cache_clear()
     monkeypatch.setattr(config, "CONFIGS", tmp_path)
     yield tmp_path
-    for cached in (config.experts, config.delta, config.read_table):
+    for cached in (config.experts, config.delta, config.read_table, config._warned):
         cached.cache_clear()
 
 
@@ -107,19 +109,56 @@ def test_tuned_entry_that_does_not_fit_is_passed_over(tables: Path) -> None:
     device = DEVICES[-1]
     large = dataclasses.replace(TUNED, gate_up=Gemm(16, 128, 128, 4, 4))
     write_table("experts", QWEN, device, {"8": dataclasses.asdict(large)})
-    assert config.experts(QWEN, device) != large
-    assert config.is_valid(config.experts(QWEN, device), QWEN, device)
+    with pytest.warns(UserWarning, match=re.escape(str(config.table_path("experts", QWEN, device)))):
+        assert config.experts(QWEN, device) == config.experts_rule(QWEN, device)
+
+
+def test_null_leaves_a_size_to_the_rule(tables: Path) -> None:
+    """An entry serves up to half way to a neighbour that says null."""
+    write_table("experts", QWEN, DEVICES[0], {"8": dataclasses.asdict(TUNED), "128": None})
+    problems = [dataclasses.replace(QWEN, num_pairs=p) for p in (1, 31, 33, 10**6)]
+    chosen = [config.experts(p, DEVICES[0]) for p in problems]
+    assert chosen == [TUNED, TUNED, *(config.experts_rule(p, DEVICES[0]) for p in problems[2:])]
+
+
+GOOD = dataclasses.asdict(TUNED)
+BAD_TABLES = {
+    "not JSON": "{",
+    "a list": "[]",
+    "a key that is no number": json.dumps({"eight": GOOD}),
+    "an unknown field": json.dumps({"8": GOOD, "64": {**GOOD, "block_q": 16}}),
+    "an unknown field inside": json.dumps({"8": {**GOOD, "down": {**GOOD["down"], "bloc_m": 16}}}),
+    "a missing field": json.dumps({"8": {k: v for k, v in GOOD.items() if k != "down"}}),
+    "a number as text": json.dumps({"8": {**GOOD, "combine_n": "512"}}),
+    "a flag as a number": json.dumps({"8": {**GOOD, "pdl": 1}}),
+    "no configuration": json.dumps({"8": 16}),
+}
+
+
+@pytest.mark.parametrize("what", BAD_TABLES)
+def test_a_bad_table_is_refused_once_and_aloud(what: str, tables: Path) -> None:
+    """The rules serve every size, and one warning names the file."""
+    path = config.table_path("experts", QWEN, DEVICES[0])
+    path.parent.mkdir(parents=True)
+    path.write_text(BAD_TABLES[what])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for pairs in (8, 64, 512):
+            problem = dataclasses.replace(QWEN, num_pairs=pairs)
+            assert config.experts(problem, DEVICES[0]) == config.experts_rule(problem, DEVICES[0])
+    assert [str(path) in str(w.message) for w in caught] == [True]
 
 
 def test_shipped_tables_are_valid() -> None:
     """Every table in the package can be read, and its entries run on the device they name."""
     for path in config.CONFIGS.rglob("*.json"):
         sizes = dict(part.split("=") for part in path.stem.split(","))
-        read = {"experts": config.read_experts, "delta": config.read_delta}[path.parent.name]
-        for pairs, entry in config.read_table(path).items():
+        table: Any = config.read_table(path, {"experts": Experts, "delta": Delta}[path.parent.name])
+        assert 0 < len(table) <= 12, path
+        for pairs, entry in table.items():
             numbers = (int(sizes[letter]) for letter in "EHIS")
-            problem = Problem(int(pairs), *numbers, getattr(torch, sizes["dtype"]))
-            assert config.is_valid(read(entry), problem, Device(sizes["device"], 227 * 1024)), path
+            problem = Problem(pairs, *numbers, getattr(torch, sizes["dtype"]))
+            assert entry is None or config.is_valid(entry, problem, Device(sizes["device"], 227 * 1024)), path
 
 
 @pytest.mark.parametrize("max_rank, ranks", [(1, 16), (16, 16), (17, 32), (64, 32), (256, 32)])

@@ -9,8 +9,8 @@ A tuned table is package data, `configs/experts/E=128,H=2048,I=768,S=2,dtype=bfl
     {"8": {"gate_up": {"block_m": 16, ...}, "down": {...}, "shrink13": {...}, "shrink2": {...}, "segment_m": 16, ...}, ...}
 
 Keys are numbers of pairs (T * K); the nearest in the logarithm serves; values are the fields of `Experts` (of `Delta` under
-`configs/delta`, where I is N). A table holds a dozen keys at most, and the rules have as few steps, so the number of compiled
-variants over all batch sizes is a small constant.
+`configs/delta`, where I is N), or null where the rule serves. A table holds a dozen keys at most, and the rules have as few
+steps, so the number of compiled variants over all batch sizes is a small constant. `moelora tune` writes tables.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, TypeVar, get_type_hints
 
 import torch
 
@@ -100,6 +101,8 @@ class Device:
     shared_memory: int  # bytes that one program may use
 
 
+C = TypeVar("C", Experts, Delta, Gemm, Shrink)
+
 INTERPRETER = Device("interpreter", 227 * 1024)
 
 
@@ -116,17 +119,18 @@ def describe(device: torch.device) -> Device:
 @lru_cache(maxsize=4096)
 def experts(problem: Problem, device: Device) -> Experts:
     """The configuration of `fused_experts_lora` for these sizes: tuned, else by rule."""
-    tuned = nearest(read_table(table_path("experts", problem, device)), problem.num_pairs)
-    candidates = ([] if tuned is None else [read_experts(tuned)]) + list(_experts_rules(problem))
-    return next(c for c in candidates if is_valid(c, problem, device))
+    return _tuned("experts", Experts, problem, device) or experts_rule(problem, device)
 
 
 @lru_cache(maxsize=4096)
 def delta(problem: Problem, device: Device) -> Delta:
     """The configuration of `fused_moe_lora` for these sizes: tuned, else by rule."""
-    tuned = nearest(read_table(table_path("delta", problem, device)), problem.num_pairs)
-    candidates = ([] if tuned is None else [read_delta(tuned)]) + list(_delta_rules(problem))
-    return next(c for c in candidates if is_valid(c, problem, device))
+    return _tuned("delta", Delta, problem, device) or next(c for c in _delta_rules(problem) if is_valid(c, problem, device))
+
+
+def experts_rule(problem: Problem, device: Device) -> Experts:
+    """The configuration of `fused_experts_lora` by rule, whatever tables there are."""
+    return next(c for c in _experts_rules(problem) if is_valid(c, problem, device))
 
 
 MAX_BLOCK_R = 32
@@ -220,7 +224,7 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     rows = problem.num_pairs / problem.num_experts
     if rows > 64:
         for stages in (4, 3, 2):
-            # One stage of the expand: with two, gate_up took 8.4 ms instead of 0.75 at T = 8192 (H200, Triton 3.6; not understood).
+            # One stage of the expand: with two, gate_up took 8.4 ms, not 0.75, at T = 8192 (H200, Triton 3.6; not understood).
             gate_up = Gemm(128, 128, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
             down = Gemm(128, 256, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
             if rows <= 256:
@@ -243,7 +247,7 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
 def _experts(
     problem: Problem, gate_up: Gemm, down: Gemm, *, segment_m: int = 16, shrink_k: int = 128, shrink_stages: int = 4
 ) -> Experts:
-    # gate_up starts before its shrink ends and hides it, and summing splits costs gate_up registers (H200, T = 8: 25 us with 4).
+    # gate_up starts before its shrink ends and hides it; summing splits costs it registers (H200, T = 8: 25 us with 4).
     few = problem.num_pairs <= 32
     splits = [_splits(problem, k, shrink_k) if few else 1 for k in (problem.in_features, problem.out_features)]
     warps = 2 if segment_m == 16 else 4  # H200, T = 32: 13.0 us with 2 warps, 14.1 with 4
@@ -277,35 +281,66 @@ def _delta_rules(problem: Problem) -> Iterator[Delta]:
     yield Delta(Shrink(64, 1, 2, 2), 16, 16, 64, 1, 2, 1)
 
 
-def table_path(op: str, problem: Problem, device: Device) -> Path:
-    """Where the tuned table of an op ("experts" or "delta") lies for these sizes."""
+def table_path(op: str, problem: Problem, device: Device, folder: Path | None = None) -> Path:
+    """Where the tuned table of an op ("experts" or "delta") lies for these sizes, in the package or in another folder."""
     sizes = f"E={problem.num_experts},H={problem.in_features},I={problem.out_features},S={problem.num_slices}"
     dtype = str(problem.dtype).removeprefix("torch.")
-    return CONFIGS / op / f"{sizes},dtype={dtype},device={device.name}.json"
+    return (folder or CONFIGS) / op / f"{sizes},dtype={dtype},device={device.name}.json"
+
+
+def _tuned(op: str, kind: type[C], problem: Problem, device: Device) -> C | None:
+    path = table_path(op, problem, device)
+    config = nearest(read_table(path, kind), problem.num_pairs)  # type: ignore[arg-type]  # mypy takes kind for unhashable
+    if config is None or is_valid(config, problem, device):
+        return config
+    _warn(path, f"{config} does not run on {device}")
+    return None
 
 
 @lru_cache(maxsize=None)
-def read_table(path: Path) -> dict[str, Any]:
-    """A tuned table, or {} where there is none."""
-    table: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return table
+def read_table(path: Path, kind: type[C]) -> dict[int, C | None]:
+    """A tuned table, or {} where there is none or, with a warning, where it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        return {max(int(key), 1): None if e is None else read(kind, e) for key, e in json.loads(path.read_text()).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        _warn(path, str(error))
+        return {}
 
 
-def nearest(table: dict[str, Any], num_pairs: int) -> dict[str, Any] | None:
-    """The entry whose key is nearest to num_pairs in the logarithm."""
+@lru_cache(maxsize=None)
+def _warned(path: Path) -> list[str]:
+    """What has been said of a table: a serving process is told once."""
+    return []
+
+
+def _warn(path: Path, why: str) -> None:
+    if not _warned(path):
+        warnings.warn(f"the rules serve instead of the tuned table {path}, which is not valid: {why}", stacklevel=2)
+    _warned(path).append(why)
+
+
+def nearest(table: dict[int, C | None], num_pairs: int) -> C | None:
+    """The entry whose key is nearest to num_pairs in the logarithm; None: the rule."""
     if not table:
         return None
-    entry: dict[str, Any] = table[min(table, key=lambda key: abs(math.log(int(key)) - math.log(max(num_pairs, 1))))]
-    return entry
+    return table[min(table, key=lambda key: abs(math.log(key) - math.log(max(num_pairs, 1))))]
 
 
-def read_experts(entry: dict[str, Any]) -> Experts:
-    """`Experts` from its fields as JSON has them (dataclasses.asdict)."""
-    gemms = {name: Gemm(**entry[name]) for name in ("gate_up", "down")}
-    shrinks = {name: Shrink(**entry[name]) for name in ("shrink13", "shrink2")}
-    return Experts(**{**entry, **gemms, **shrinks})
+def read(kind: type[C], data: Any) -> C:
+    """A configuration from its fields as JSON has them (dataclasses.asdict).
 
-
-def read_delta(entry: dict[str, Any]) -> Delta:
-    """`Delta` from its fields as JSON has them (dataclasses.asdict)."""
-    return Delta(**{**entry, "shrink": Shrink(**entry["shrink"])})
+    Raises: TypeError, ValueError for a field that is missing, unknown or of another type.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(data, dict) or data.keys() - hints.keys():
+        raise ValueError(f"{kind.__name__} must have fields of {sorted(hints)}, got {data!r}")
+    fields = {}
+    for name, value in data.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = read(hints[name], value)
+        elif type(value) is not hints[name]:
+            raise TypeError(f"{name} of {kind.__name__} must be {hints[name].__name__}, got {value!r}")
+        fields[name] = value
+    return kind(**fields)
