@@ -36,6 +36,8 @@ def find(path: str | os.PathLike[str]) -> list[Path]:
     except TypeError as error:
         raise AdapterError(f"path must be a folder or a file, got {type(path).__name__}") from error
     if not folder.is_dir():
+        if not folder.exists():
+            raise AdapterError(f"path must be a folder or a file, got {folder}, where there is none")
         if folder.suffix != ".safetensors":
             raise AdapterError(f"path must be a folder or a .safetensors file, got {folder}{_how_to_convert(folder.name)}")
         if not folder.is_file():
