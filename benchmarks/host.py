@@ -55,10 +55,10 @@ def parts(num_tokens: int, adapters: bool) -> dict[str, float]:
         result["key"] = host_us(lambda: key_of(args, kwargs))
         result["lookup"] = host_us(lambda: experts._PLANS.get(key))
         x, shape = inputs.hidden_states, (plan.num_tokens, plan.hidden_size)
-        result["memory"] = host_us(lambda: (x.new_empty(plan.scratch.numel), x.new_empty(shape)))
+        result["memory"] = host_us(lambda: (x.new_empty(plan.scratch_numel), x.new_empty(*shape)))
         launches = plan.launches
         if launches is not None:
-            scratch, out = x.new_empty(plan.scratch.numel), x.new_empty(shape)
+            scratch, out = x.new_empty(plan.scratch_numel), x.new_empty(*shape)
             stream = torch.cuda.current_stream().cuda_stream
             given = [*addresses, scratch.data_ptr(), out.data_ptr()]
             result["list"] = host_us(lambda: launches(stream, given))

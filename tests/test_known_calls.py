@@ -57,6 +57,7 @@ class Elsewhere:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.stride, self.data_ptr = tensor.shape, tensor.dtype, tensor.stride, tensor.data_ptr
+        self.is_contiguous = tensor.is_contiguous
 
     def get_device(self) -> int:
         return 1

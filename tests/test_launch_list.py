@@ -330,3 +330,14 @@ def test_sections_of_scratch() -> None:
     views = scratch.views(torch.zeros(768, dtype=torch.bfloat16))
     views["z2"].fill_(7.0)
     assert views["z13"][0] == 7.0 and views["z13"].shape == (300,) and not views["rows"].any()
+
+
+def test_only_kernels_that_wait_are_launched_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dependent launch goes with the wait that the kernel is compiled with, whatever the device can do."""
+    monkeypatch.setattr(_launch, "has_pdl", lambda device: True)
+
+    def options(constants: dict[str, Any]) -> dict[str, Any]:
+        return _launch.Launch(None, (1,), [], (), constants, device=torch.device("cpu"), num_warps=4)._options
+
+    assert options({"USE_PDL": True})["launch_pdl"]
+    assert "launch_pdl" not in options({"USE_PDL": False})

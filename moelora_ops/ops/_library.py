@@ -63,8 +63,11 @@ def refuse_backward(op: Any, *, cpu: Callable[..., Any], cuda: Callable[..., Any
         if edge is not None:
             result = function.apply(args[0], edge, name, op, args, kwargs)
             return None if writes else result
+        known = next_of.get(keys.raw_repr())
+        if known is not None:  # autograd has nothing to record below: no tensor asks for it
+            return known(*args, **kwargs)
         with torch._C._AutoDispatchBelowAutograd():
-            return next_of.get(keys.raw_repr(), op)(*args, **kwargs)
+            return op(*args, **kwargs)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -89,10 +92,13 @@ torch.library.register_fake("moelora::no_backward", lambda grad, size, op: grad.
 
 def _first_requiring_grad(args: Iterable[Any]) -> Tensor | None:
     for arg in args:
-        if isinstance(arg, (list, tuple)):
-            arg = _first_requiring_grad(arg)
-        if isinstance(arg, Tensor) and arg.requires_grad:
-            return arg
+        if isinstance(arg, Tensor):
+            if arg.requires_grad:
+                return arg
+        elif isinstance(arg, (list, tuple)):
+            found = _first_requiring_grad(arg)
+            if found is not None:
+                return found
     return None
 
 

@@ -44,7 +44,7 @@ class Launch:
         self.names = names
         self._maps = [_TensorMap.of(t) if isinstance(t, TensorDescriptor) else None for t in tensors]
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-        if has_pdl(device):
+        if constants.get("USE_PDL", has_pdl(device)):  # never a kernel that does not wait: it would overtake the one before
             self._options["launch_pdl"] = True
         self._compiled: Any = None
         if isinstance(kernel, triton.JITFunction) and 0 not in self._grid:
