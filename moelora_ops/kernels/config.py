@@ -113,7 +113,7 @@ def describe(device: torch.device) -> Device:
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)  # absent on ROCm
-    return Device(properties.name.replace(" ", "_"), shared_memory)
+    return Device(properties.name.replace(" ", "_"), shared_memory, torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 @lru_cache(maxsize=4096)
@@ -187,7 +187,8 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
         # From 64 rows on the expand is a WGMMA, fed from shared memory when z is loaded whole, but from registers when it is a
         # sum of splits; ptxas before 13.3 may overwrite such registers before they are read.
         and (block_m < MIN_WGMMA_M or all(s.splits == 1 for s, _, _ in shrinks))
-        and all(elements <= 128 * 32 * w for w, elements in accumulators)  # 128 of a thread's 255 registers accumulate
+        # 128 of a thread's 255 registers accumulate; operands of the older tensor cores are in registers too.
+        and all(elements <= (128 if device.wide else 64) * 32 * w for w, elements in accumulators)
         and max(shared) <= device.shared_memory
     )
 

@@ -37,6 +37,12 @@ def has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache(maxsize=None)
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether kernels on this device read through tensor descriptors at the price of a copy engine (the interpreter: can read)."""
+    return device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch options for programmatic dependent launch: empty where the device (or the interpreter) has none."""
     return {"launch_pdl": True} if has_pdl(device) else {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import config
-from ._common import has_pdl
+from ._common import has_copy_engine, has_pdl
 from ._launch import Launch, LaunchList, Scratch, Slot, current_stream
 from .call import TENSORS, Call
 from .combine import combine_kernel
@@ -36,11 +36,14 @@ class BasePlan:
         self.num_pairs = self.num_tokens * self.top_k
         self.num_experts, self.hidden_size, self.intermediate_size = w2.shape
         self.num_slices = 2 if call.gated else 1
+        # Of a single row any stride is right: with the one that batches have, no kernel is compiled for it alone.
+        self.x_stride = x.stride(0) if self.num_tokens > 1 else self.hidden_size
         slots = [b for b in (call.lora_b13, call.lora_b2) if b is not None]
         self.max_loras, self.max_rank = (slots[0].shape[0], slots[0].shape[3]) if slots else (0, 0)
         self.pdl = tiles.pdl and has_pdl(self.device)
-        self.w13_descriptor = tiles.gate_up.tma and _describable(call.w13)
-        self.w2_descriptor = tiles.down.tma and _describable(call.w2)
+        engine = has_copy_engine(self.device)
+        self.w13_descriptor = engine and tiles.gate_up.tma and _describable(call.w13)
+        self.w2_descriptor = engine and tiles.down.tma and _describable(call.w2)
         self.scratch = Scratch(self.dtype)
         self._lay_out(call)
         self.scratch_numel = self.scratch.numel
@@ -86,13 +89,19 @@ class BasePlan:
             listed = self.run_list(x, [0 if t is None else t.data_ptr() for t in call.tensors()])
             if listed is not None:
                 return listed
-        memory = self.scratch.views(x.new_empty(self.scratch_numel))
-        out = x.new_empty(self.num_tokens, self.hidden_size)
-        self._prepare(call, memory)
-        values, stream = self._values(call, {**memory, "out": out}), current_stream(self.device)
+        values, stream = self.bind(call), current_stream(self.device)
         for stage in self.stages:
             stage(stream, *(name and values[name] for name in stage.names))
+        out: Tensor = values["out"]
         return out
+
+    def bind(self, call: Call) -> dict[str, Any]:
+        """What the names of the stages' tensors stand for, in new memory, with what comes before the stages done."""
+        x = call.hidden_states
+        memory = self.scratch.views(x.new_empty(self.scratch_numel))
+        memory["out"] = x.new_empty(self.num_tokens, self.hidden_size)
+        self._prepare(call, memory)
+        return self._values(call, memory)
 
     def run_list(self, x: Tensor, addresses: list[int]) -> Tensor | None:
         """The same in one call of C, given the addresses of the op's tensors; None where that turns out not to be served."""

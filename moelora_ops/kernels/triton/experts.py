@@ -45,7 +45,7 @@ class Plan(BasePlan):
         end = free if call.lora_a2 is None else self._add_z("z2", tiles.shrink2, 1, free)
         self.scratch.add("rows", p * self.hidden_size, self.dtype, at=end)
         # Tiles of a GEMM that are to be done again: by a kernel of its own where a branch would cost the tiles registers.
-        self.apart = tiles.gate_up.block_m >= config.MIN_WGMMA_M
+        self.apart = tiles.gate_up.block_m >= config.MIN_WGMMA_M or self.dtype == torch.float32
         if self.apart and self.max_loras:
             widths = ((self.intermediate_size, tiles.gate_up), (self.hidden_size, tiles.down))
             columns = max(triton.cdiv(width, gemm.block_n) for width, gemm in widths)
@@ -57,9 +57,8 @@ class Plan(BasePlan):
         return self.scratch.add(name, tiles.splits * self.num_pairs * num_slices * self.rank_width, dtype, at=at)
 
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
-        x_stride = call.hidden_states.stride(0)
         names = ("hidden_states", "lora_a13", "z13")
-        self.shrink13 = self._shrink(values, names, self.tiles.shrink13, x_stride, self.num_slices)
+        self.shrink13 = self._shrink(values, names, self.tiles.shrink13, self.x_stride, self.num_slices)
         self.gate_up, self.gate_up_again = self._gate_up(call, values)
         self.shrink2 = self._shrink(values, ("act", "lora_a2", "z2"), self.tiles.shrink2, self.intermediate_size, 1)
         self.down, self.down_again = self._down(call, values)
@@ -136,7 +135,7 @@ class Plan(BasePlan):
             ),
             values,
             (
-                *self._sizes(), self.hidden_size, self.intermediate_size, call.hidden_states.stride(0),
+                *self._sizes(), self.hidden_size, self.intermediate_size, self.x_stride,
                 w13.stride(0), w13.stride(1), 0 if call.w13_bias is None else call.w13_bias.stride(0), *strides,
                 call.swiglu_alpha, call.swiglu_limit,
             ),
@@ -214,7 +213,7 @@ class DirectPlan(BasePlan):
         constants = {
             "W_TMA": self.w13_descriptor, "ACTIVATION": call.activation, "GATED": call.gated, "INTERLEAVED": call.interleaved
         }  # fmt: skip
-        strides, more = (call.hidden_states.stride(0),), (call.swiglu_alpha, call.swiglu_limit)
+        strides, more = (self.x_stride,), (call.swiglu_alpha, call.swiglu_limit)
         lora = ("lora_a13", "lora_b13")
         return self._direct(direct_gate_up_kernel, call, values, self.tiles.gate_up, names, lora, strides, more, constants)
 
