@@ -99,6 +99,7 @@ class Device:
 
     name: str
     shared_memory: int  # bytes that one program may use
+    wide: bool = True  # accumulators of 128 registers a thread leave room for the rest: from Hopper on
 
 
 C = TypeVar("C", Experts, Delta, Gemm, Shrink)
