@@ -192,6 +192,8 @@ def geometry(model: nn.Module, modules: dict[int, nn.Module], activation: Activa
     ((num_experts, hidden_size, intermediate_size), rows, *_), first = next(iter(kinds.items()))
     if rows != (2 if activation.gated else 1) * intermediate_size:
         raise UnsupportedError(f"layer {first} must have {rows} = {2 if activation.gated else 1} * {intermediate_size} rows")
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return MoeGeometry(
         num_layers=max(modules) + 1,
         moe_layers=tuple(modules),
@@ -201,7 +203,8 @@ def geometry(model: nn.Module, modules: dict[int, nn.Module], activation: Activa
         gated=activation.gated,
         interleaved=activation.interleaved,
         transposed=bool(modules[first].is_transposed),
-        model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
+        model_type=getattr(config, "model_type", ""),
+        top_k=getattr(config, "num_experts_per_tok", None),
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..adapters import files
 from ..adapters.config import AdapterConfig
+from ..adapters.loading import read_config
 from ..checks import COMPUTE_DTYPES, short
 from ..errors import AdapterError
 from ..ops import fused_moe_lora
@@ -160,8 +160,6 @@ class LinearPool:
             tensor_name, tensor = pair[half]
             if tuple(tensor.shape) != shape:
                 raise AdapterError(f"{tensor_name} must have shape {shape} (rank of the config), got {tuple(tensor.shape)}")
-            if tensor.dtype not in (*COMPUTE_DTYPES, torch.float64):
-                raise AdapterError(f"{tensor_name} must be of a float dtype of 16 bits or more, got {short([tensor.dtype])}")
         if rank > self.max_rank:
             raise AdapterError(f"{path}: rank must be <= max_rank = {self.max_rank}, got {rank}")
         lora = LinearLora(pair["A"][1], pair["B"][1], config.scaling(path))
@@ -186,16 +184,13 @@ def read(path: str | os.PathLike[str], names: Iterable[str], pool: LinearPool) -
 
     Raises: AdapterError naming the tensor or field, what was expected and what came.
     """
-    from safetensors import safe_open
-
     ours, others = pool.split(names)
     if not ours:
         return {}, others
-    # `load_adapter` has been here: the files are whole, and their config is one that we take.
-    weights = Path(path) / "adapter_model.safetensors" if Path(path).is_dir() else Path(path)
-    config = AdapterConfig.from_fields(json.loads((weights.parent / "adapter_config.json").read_text(encoding="utf-8")))
-    with safe_open(weights, framework="pt", device="cpu") as file:
-        return pool.read({name: file.get_tensor(name) for name in ours}, config), others
+    weights = files.find(path)
+    config = read_config(weights[0].parent, None)
+    with files.TensorFiles(weights) as file:
+        return pool.read({name: file.read(name) for name in ours}, config), others
 
 
 def find(model: nn.Module, decoder: str, names: Sequence[str] | None) -> dict[str, nn.Linear]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..adapters import LoraAdapter, LoraPool, load_adapter
+from ..adapters import LoraAdapter, LoraPool, loading
 from ..checks import check_positive
 from ..errors import AdapterError, UnsupportedError
 from . import _experts, _linears
@@ -71,14 +71,14 @@ class EnabledModel:
     """
 
     def __init__(
-        self, model: nn.Module, max_loras: int, max_rank: int, linears: Sequence[str] | None, max_sequences: int
+        self, model: Any, max_loras: int, max_rank: int, linears: Sequence[str] | None, max_sequences: int
     ) -> None:
         for name, size in (("max_loras", max_loras), ("max_rank", max_rank), ("max_sequences", max_sequences)):
             check_positive(name, size)
         if isinstance(linears, str):
             raise TypeError(f"linears must be a sequence of names, got the string {linears!r}")
         _check_model(model)
-        self.model: Any = model
+        self.model = model
         self.reports: dict[str, LoadReport] = {}
         self._max_sequences = max_sequences
         self._per_sequence = False  # a name for each sequence, or one for all
@@ -121,7 +121,7 @@ class EnabledModel:
         if isinstance(path, LoraAdapter):
             adapter, not_applied = path, list(path.unused)
         else:
-            adapter = load_adapter(path, self._geometry, max_rank=self._max_rank, **options)
+            adapter, _ = loading.load(path, self._geometry, max_rank=self._max_rank, **options)
             linears, not_applied = _linears.read(path, adapter.unused, self._linear_pool)
         if strict and not_applied:
             raise AdapterError(f"{name}: strict=True takes tensors that have an effect only, got {_few(not_applied)}")
@@ -247,12 +247,24 @@ def _hook(model: nn.Module, decoder: nn.Module, enabled: EnabledModel) -> list[R
     The check is Python's; traced code has none. The hook on the whole model also runs in front of `torch.compile(model)`.
     """
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_now(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if enabled._is_stale():
+            enabled.refresh()
         shape = _batch_shape(args, kwargs)
-        if shape is not None and not torch.compiler.is_compiling():
-            if enabled._is_stale():
-                enabled.refresh()
+        if shape is not None:
             enabled._check_batch(shape[0])
+
+    untraced: Any = torch.compiler.disable(check_now)
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            untraced(args, kwargs)
+
+    # torch.compile(model) calls it from outside the compiled code. Dynamo must not make compiled code of it, which would be
+    # empty. Private to torch; where it is missing such calls are not checked.
+    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(check.__code__)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check(module, args, kwargs)

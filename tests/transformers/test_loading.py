@@ -1,0 +1,139 @@
+"""Loading, replacing and unloading adapters of a transformers model: slots, faults, what has no effect."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs transformers >= 5.17: pip install moelora_ops[test]")
+peft = pytest.importorskip("peft", reason="needs peft to write adapters and to merge them: pip install moelora_ops[test]")
+
+from moelora_ops import AdapterError  # noqa: E402
+
+
+def test_slots(family: Any, tmp_path: Path) -> None:
+    """Loading takes free slots, reloading a name replaces in place, unloading frees; what is in use stays."""
+    enabled, ids = family.enable("a", "b", "c"), family.prompts(1)
+    assert [report.slot for report in enabled.reports.values()] == [0, 1, 2]
+    enabled.load(family.folder / "a", "d")
+    with pytest.raises(AdapterError, match=r"e: a slot must be free, got all 4 \(max_loras\) taken by a, b, c, d"):
+        enabled.load(family.folder / "b", "e")
+
+    def with_adapter(name: str) -> Tensor:
+        with enabled.adapters(name):
+            return family.model(ids).logits
+
+    a, b = with_adapter("a"), with_adapter("b")
+    enabled.load(family.folder / "b", "a")
+    assert torch.equal(with_adapter("a"), b) and torch.equal(with_adapter("d"), a)
+    with enabled.adapters("b"), pytest.raises(ValueError, match="not in use, got 'b'"):
+        enabled.unload("b")
+    enabled.unload("b")
+    assert enabled.load(family.folder / "a", "f").slot == 1
+    assert torch.equal(with_adapter("f"), a), "nothing of the former adapter is left in the slot"
+    with pytest.raises(ValueError, match="loaded adapters .*, got 'b'"):
+        enabled.unload("b")
+
+
+def edited(source: Path, target: Path, edit: Any) -> Path:
+    """A copy of an adapter with other tensors."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "adapter_model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "adapter_model.safetensors")
+    return target
+
+
+def q_name(tensors: dict[str, Tensor], half: str) -> str:
+    return next(name for name in tensors if f"layers.0.self_attn.q_proj.lora_{half}" in name)
+
+
+BROKEN = {
+    "half": (lambda t: t.pop(q_name(t, "A")), "must have lora_A and lora_B, got only .*lora_B"),
+    "shape": (lambda t: t.update({q_name(t, "B"): torch.zeros(31, 2)}), r"must have shape \(32, 2\).*got \(31, 2\)"),
+    "nan": (lambda t: t[q_name(t, "B")].fill_(float("nan")), "must be finite"),
+    "expert": (lambda t: t.pop(next(n for n in t if "experts" in n)), "must have lora_A and lora_B"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_failed_load_changes_nothing(family: Any, tmp_path: Path, kind: str) -> None:
+    """A fault in any tensor is found before anything is written: experts and linear layers keep what the slot held."""
+    edit, message = BROKEN[kind]
+    enabled, ids = family.enable("a"), family.prompts(1)
+    with enabled.adapters("a"):
+        before = family.model(ids).logits
+    with pytest.raises(AdapterError, match=message):
+        enabled.load(edited(family.folder / "a", tmp_path / "broken", edit), "a")
+    with enabled.adapters("a"):
+        assert torch.equal(family.model(ids).logits, before)
+
+
+def test_rank_of_a_linear_layer(family: Any, tmp_path: Path) -> None:
+    """A linear layer's rank has the limit of the experts'."""
+    source = edited(family.folder / "a", tmp_path / "wide", lambda t: [t.pop(n) for n in list(t) if "experts" in n])
+    config = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps({**config, "r": 20}))
+    tensors = load_file(source / "adapter_model.safetensors")
+    wide = {n: t.new_ones((20, t.shape[1]) if "lora_A" in n else (t.shape[0], 20)) for n, t in tensors.items()}
+    save_file(wide, source / "adapter_model.safetensors")
+    enabled = family.enable(max_loras=1, max_rank=16)
+    with pytest.raises(AdapterError, match="rank must be <= max_rank = 16, got 20"):
+        enabled.load(source, "wide")
+
+
+def test_what_is_not_applied_is_reported(family: Any, tmp_path: Path) -> None:
+    """Tensors without effect on this model are in the report and in a warning, and an error with strict=True."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.ones(2, 64)
+        tensors["base_model.model.visual.layers.0.self_attn.q_proj.lora_A.weight"] = torch.ones(2, 32)
+        tensors["base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"] = torch.ones(2, 32)
+
+    source = edited(family.folder / "a", tmp_path / "more", edit)
+    enabled = family.enable(max_loras=1, max_rank=16)
+    with pytest.raises(AdapterError, match="strict=True takes tensors that have an effect only, got .*embed_tokens"):
+        enabled.load(source, "a", strict=True)
+    with pytest.warns(UserWarning, match="adapter 'a': not applied to this model: .*embed_tokens"):
+        report = enabled.load(source, "a")
+    assert len(report.not_applied) == 3 and len(report.linears) == 8
+    with enabled.adapters("a"):
+        expected = family.merged["a"](family.prompts(1)).logits
+        assert (family.model(family.prompts(1)).logits - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_linears_can_be_left_to_the_base(family: Any) -> None:
+    """With `linears` named, the others are reported; an adapter for linear layers alone loads too."""
+    enabled = family.enable(max_loras=2, max_rank=16, linears=("q_proj", "v_proj"))
+    with pytest.warns(UserWarning, match="o_proj"):
+        report = enabled.load(family.folder / "a", "a")
+    assert {name.rpartition(".")[2] for name in report.linears} == {"q_proj", "v_proj"}
+    assert {name.split(".")[-3] for name in report.not_applied} == {"k_proj", "o_proj"}
+    with pytest.raises(TypeError, match="linears must be a sequence of names, got the string 'q_proj'"):
+        family.enable(max_loras=2, max_rank=16, linears="q_proj")
+
+
+def test_attention_alone(family: Any, tmp_path: Path) -> None:
+    """An adapter without expert tensors is one like any other."""
+    source = edited(family.folder / "b", tmp_path / "attention", lambda t: [t.pop(n) for n in list(t) if "experts" in n])
+    enabled, ids = family.enable(max_loras=1, max_rank=16), family.prompts(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = enabled.load(source, "attention")
+    assert report.rank == 0 and report.expert_layers == () and len(report.linears) == 8
+    base = family.model(ids).logits
+    with enabled.adapters(["attention", None]):
+        got = family.model(ids).logits
+    assert torch.equal(got[1], base[1])
+    merged = peft.PeftModel.from_pretrained(copy.deepcopy(family.merged[None]), source).merge_and_unload()
+    expected = merged(ids[:1]).logits[0]
+    assert (got[0] - expected).norm() < 1e-4 * (expected - base[0]).norm()
