@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -231,8 +230,8 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
             down = Gemm(128, 256, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
             if rows <= 256:
                 yield _experts(problem, gate_up, down, segment_m=32, shrink_stages=3)
-            else:  # dependent launch gains nothing here: 1455 us without, 1508 with (H200, T = 8192)
-                yield dataclasses.replace(_experts(problem, gate_up, down, segment_m=64, shrink_k=64), pdl=False)
+            else:
+                yield _experts(problem, gate_up, down, segment_m=64, shrink_k=64)
     if rows > 16:
         for stages in (3, 2):
             gate_up, down = (Gemm(64, n, 64, 4, stages, 1, True, expand_stages=1) for n in (64, 128))
@@ -324,10 +323,10 @@ def _warn(path: Path, why: str) -> None:
 
 
 def nearest(table: dict[int, C | None], num_pairs: int) -> C | None:
-    """The entry whose key is nearest to num_pairs in the logarithm; None: the rule."""
-    if not table:
-        return None
-    return table[min(table, key=lambda key: abs(math.log(key) - math.log(max(num_pairs, 1))))]
+    """The entry whose key is nearest to num_pairs in the logarithm, the smaller of two as near; None: the rule."""
+    keys = sorted(table)
+    between = (low for low, high in zip(keys, keys[1:]) if num_pairs**2 <= low * high)  # in integers: no rounding decides
+    return table[next(between, keys[-1])] if keys else None
 
 
 def read(kind: type[C], data: Any) -> C:
