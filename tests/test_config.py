@@ -116,7 +116,7 @@ def test_tuned_entry_that_does_not_fit_is_passed_over(tables: Path) -> None:
 def test_null_leaves_a_size_to_the_rule(tables: Path) -> None:
     """An entry serves up to half way to a neighbour that says null."""
     write_table("experts", QWEN, DEVICES[0], {"8": dataclasses.asdict(TUNED), "128": None})
-    problems = [dataclasses.replace(QWEN, num_pairs=p) for p in (1, 31, 33, 10**6)]
+    problems = [dataclasses.replace(QWEN, num_pairs=p) for p in (1, 32, 33, 10**6)]
     chosen = [config.experts(p, DEVICES[0]) for p in problems]
     assert chosen == [TUNED, TUNED, *(config.experts_rule(p, DEVICES[0]) for p in problems[2:])]
 

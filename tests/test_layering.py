@@ -16,7 +16,7 @@ LEVELS = (
     ("reference", "meta", "kernels", "configs"),
     ("ops",),
     ("adapters", "layers"),
-    ("integrations", "compile", "cli", "testing", "bench"),
+    ("integrations", "compile", "cli", "testing", "bench", "tuning"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 

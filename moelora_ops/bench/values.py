@@ -6,6 +6,8 @@ no longer than small ones. Errors are relative to the delta, not to the total.
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,17 +20,19 @@ from .inputs import idle, some_rows, unloaded
 
 CHECKED_TOKENS = 32
 
+Layer = Callable[[Inputs], Tensor]
 
-def check_layer(batch: Inputs) -> None:
+
+def check_layer(batch: Inputs, base: Layer = calls.base, lora: Layer = calls.lora) -> None:
     """Base and delta against the reference; no adapter in the batch, and none in the pool, against the base in every bit."""
-    base, actual = calls.base(batch), calls.lora(batch)
-    assert_bitwise(calls.lora(idle(batch)), base, "no token with an adapter")
-    assert_bitwise(calls.lora(unloaded(batch)), base, "no adapter in the pool")
+    actual_base, actual = base(batch), lora(batch)
+    assert_bitwise(lora(idle(batch)), actual_base, "no token with an adapter")
+    assert_bitwise(lora(unloaded(batch)), actual_base, "no adapter in the pool")
     assert torch.isfinite(actual).all(), "with adapters: NaN or infinity"
     rows, part = some_rows(batch, CHECKED_TOKENS)
     want_base, want = _layer(part, adapters=False), _layer(part, adapters=True)
-    assert_close(base[rows], want_base, TOLERANCES[batch.case.dtype], what="base")
-    assert_delta_close(actual[rows], base[rows], want, want_base)
+    assert_close(actual_base[rows], want_base, TOLERANCES[batch.case.dtype], what="base")
+    assert_delta_close(actual[rows], actual_base[rows], want, want_base)
 
 
 def check_align(batch: Inputs) -> None:

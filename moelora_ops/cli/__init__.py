@@ -7,9 +7,9 @@ import sys
 from typing import Sequence
 
 from .. import __version__
-from . import bench, demo, env, inspect
+from . import bench, demo, env, inspect, tune
 
-COMMANDS = (bench, demo, env, inspect)
+COMMANDS = (bench, demo, env, inspect, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
