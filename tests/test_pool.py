@@ -261,6 +261,18 @@ def test_a_slot_may_be_loaded_from_itself() -> None:
         assert_bitwise(got, expected)
 
 
+def test_gate_and_up_may_be_swapped_within_a_slot() -> None:
+    """Views of what is written first: they are read before."""
+    pool, one = pool_for(GATED), torch.ones(3)
+    pool.load(random_adapter(GATED, rank=16), 0)
+    gate, up = slot_delta(pool, 4, 0, "gate"), slot_delta(pool, 4, 0, "up")
+    a, b = pool.layer(4).lora_a13[0], pool.layer(4).lora_b13[0]
+    swapped = {"gate": ProjectionLora(a[:, 16:], b[:, 10:], one), "up": ProjectionLora(a[:, :16], b[:, :10], one)}
+    pool.load(LoraAdapter("swapped", GATED, {4: swapped}), 0)
+    assert_bitwise(slot_delta(pool, 4, 0, "gate"), up)
+    assert_bitwise(slot_delta(pool, 4, 0, "up"), gate)
+
+
 def test_other_things_than_adapters_and_layers_are_refused() -> None:
     """TypeError for what is no adapter, and for a path where the pool does not know the base; ValueError for other layers."""
     pool = pool_for(GATED)

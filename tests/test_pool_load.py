@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,22 @@ def test_a_path_loads_like_its_adapter(files: Any, tmp_path: Path) -> None:
         pool.load(folder, 1, b_packing="other")
     for got, expected in zip(stores(pool), stores(want)):
         assert_bitwise(got, expected)
+
+
+def test_a_short_read_is_continued_and_a_failed_one_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One system call may give less than it was asked for."""
+    folder = write(tmp_path, *per_expert())
+    want, preadv = load_adapter(folder, BASE), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [views[0][:7]], at))
+    got = load_adapter(folder, BASE)
+    assert_bitwise(got.layers[2]["up"].b, want.layers[2]["up"].b)
+
+    def fail(*args: Any) -> int:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(AdapterError, match="layers.1.mlp.experts.0.* must be readable, got: Input/output error"):
+        load_adapter(folder, BASE)
 
 
 MEMORY = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,6 +185,24 @@ class TensorFiles:
                 raise AdapterError(f"{name} must be readable, got: {error}") from error
         if direct is not target:
             target.copy_(direct)
+
+    def read_stack(self, names: Sequence[str], target: Tensor) -> None:
+        """Fill target[i], contiguous, with the i-th tensor, all of its dtype and of target's row shape. Not checked for NaN.
+
+        One system call for each: an adapter of 1.7 GB may have 37,000 tensors of 24 to 64 KB.
+        """
+        row = target[0].numel() * target.element_size()
+        if not row:
+            return
+        view = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for i, name in enumerate(names):
+            entry = self._entries[name]
+            try:
+                count = os.preadv(entry.file.fileno(), [view[i * row : (i + 1) * row]], entry.begin)
+            except OSError as error:
+                raise AdapterError(f"{name} must be readable, got: {error}") from error
+            if count < row:  # a signal, or the end of the file: there it is told
+                self.read_into(name, target[i])
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -45,6 +45,8 @@ def clean(name: str) -> str:
 
 def is_for_experts(name: str) -> bool:
     """Whether a tensor may belong to routed experts: then it is understood or refused, never skipped."""
+    if ".experts." in name:  # the rule below, without its cost for 37,000 names
+        return True
     parts = re.split(r"[./]", name.lower())
     return any(("expert" in part and "share" not in part) or part in _EXPERT_MODULES for part in parts)
 

@@ -189,10 +189,16 @@ class _Projection:
         shape = (largest, self.size_in) if is_a else (self.size_out, largest)
         full = len(side) == self.geometry.num_experts and min(self.ranks.values()) == largest
         stack = (torch.empty if full else torch.zeros)(self.geometry.num_experts, *shape, dtype=dtype)
-        targets = {e: stack[e, : self.ranks[e]] if is_a else stack[e, :, : self.ranks[e]] for e in self.experts}
-        for expert, target in targets.items():
-            self.tensors.read_into(side[expert].name, target)
+        if full and all(self.tensors.dtype(piece.name) == dtype for piece in side.values()):
+            self.tensors.read_stack([side[expert].name for expert in self.experts], stack)
+        else:
+            for expert in self.experts:
+                self.tensors.read_into(side[expert].name, self._part(stack, expert, is_a))
         if not is_finite(stack):  # in one go: a file may have 100,000 tensors
-            for expert, target in targets.items():
-                check_finite(side[expert].name, target)
+            for expert in self.experts:
+                check_finite(side[expert].name, self._part(stack, expert, is_a))
         return stack
+
+    def _part(self, stack: Tensor, expert: int, is_a: bool) -> Tensor:
+        rank = self.ranks[expert]
+        return stack[expert, :rank] if is_a else stack[expert, :, :rank]
