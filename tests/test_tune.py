@@ -12,11 +12,13 @@ from typing import Any, Callable, Sequence
 import pytest
 import torch
 
-from moelora_ops.bench import values
-from moelora_ops.bench.cells import SHAPES
+import moelora_ops
+from moelora_ops.bench import inputs, values
+from moelora_ops.bench.cells import SHAPES, Cell
 from moelora_ops.cli import main
 from moelora_ops.kernels import config
 from moelora_ops.kernels.config import Device, Experts, Gemm, Problem
+from moelora_ops.testing import timing
 from moelora_ops.tuning import candidates, compiling, measure, search, tables
 from moelora_ops.tuning.search import Found, Layer, part
 
@@ -273,7 +275,7 @@ def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a fake GPU")
     monkeypatch.setattr(config, "describe", lambda device: H200)
-    monkeypatch.setattr(measure, "GpuTimer", lambda *args: timer)
+    monkeypatch.setattr(measure, "DeviceTimer", lambda *args: timer)
     return timer
 
 
@@ -356,3 +358,34 @@ def test_values_are_checked_by_the_configuration() -> None:
         broken = {**right, name: lambda b, f=right[name]: f(b) * 1.05}
         with pytest.raises(AssertionError):
             values.check_layer(batch, **broken)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_timer_runs_every_stage(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages alone, layers and values of a configuration, here in Triton's interpreter; a stage that fails takes forever."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(timing, "REPLAYS", 1)
+    monkeypatch.setattr(timing, "WARM_UPS", 0)
+    monkeypatch.setattr(inputs, "num_sets", lambda num_tokens: 1)
+    monkeypatch.setitem(SHAPES, "half", SHAPES["tiny"].like("half", dtype=torch.float16))  # the interpreter gets bf16 wrong
+    cpu = torch.device("cpu")
+    timer = measure.DeviceTimer(Cell("half", 2, 2), cpu, inputs.Weights(cpu), lambda jobs: {})  # type: ignore[arg-type]
+    tiles = replace(PLANTED, gate_up=Gemm(16, 64, 128, 4, 2), down=Gemm(16, 64, 128, 4, 2), combine_n=256, direct=direct)
+    names = search.DIRECT_STAGES if direct else search.STAGES
+    with torch.inference_mode():
+        assert timer.is_right(tiles, 2), timer.errors
+        times = timer.stages(tiles, 2, names)
+        (layer,) = timer.layers([tiles], 2)
+        assert timer.errors == {}
+        assert list(times) == list(names) and all(0 < us < math.inf for us in times.values())
+        assert 0 < layer.base < math.inf and 0 < layer.lora < math.inf
+        broken = replace(tiles, gate_up=replace(tiles.gate_up, block_n=24))
+        times = timer.stages(broken, 2, ["gate_up", "combine"])
+        assert times["gate_up"] == math.inf and timer.layers([broken], 2)[0].total == math.inf and timer.errors
+        monkeypatch.setattr(measure, "run", lambda tiles, batch, adapters: run_wrongly(tiles, batch, adapters))
+        assert not timer.is_right(tiles, 2) and any("WRONG VALUES" in message for message in timer.errors)
+
+
+def run_wrongly(tiles: Experts, batch: Any, adapters: bool) -> torch.Tensor:
+    args, options = batch.experts(adapters=adapters)
+    return moelora_ops.fused_experts_lora(*args, **options) * (1.1 if adapters else 1.0)

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         work, codes = _check if options.check else _tune, []
         for name in options.shapes:
             cell = Cell(name, options.tokens[0], options.adapters, str(options.rank))
-            shape = Shape(cell, measure.GpuTimer(cell, device, weights, compiler), device)
+            shape = Shape(cell, measure.DeviceTimer(cell, device, weights, compiler), device)
             codes.append(work(options, shape, began))
     finally:
         compiler.close()
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 class Shape:
     """A layer's shape on a device."""
 
-    def __init__(self, cell: Cell, timer: measure.GpuTimer, device: torch.device) -> None:
+    def __init__(self, cell: Cell, timer: measure.DeviceTimer, device: torch.device) -> None:
         self.cell, self.timer, self.device = cell, timer, config.describe(device)
         self.top_k = self.cell.case().top_k
 

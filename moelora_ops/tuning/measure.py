@@ -1,4 +1,4 @@
-"""Times configurations of one shape on a GPU, as `bench` times the ops: CUDA graphs over distinct sets of cold weights."""
+"""Times configurations of one shape, as `bench` times the ops: CUDA graphs over distinct sets of cold weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .search import Layer
 CHECKED_TOKENS = 8192  # the largest batch whose values are checked: above, tiles do nothing else
 
 
-class GpuTimer:
+class DeviceTimer:
     """The `search.Timer` of a device. What fails, in whatever way, is noted in `errors` and takes forever.
 
     Args: cell: shape and pool; the number of tokens is an argument of each method.
@@ -91,7 +91,7 @@ class GpuTimer:
         """The layer as a function of a call, and the calls; they have run."""
         plan, calls = self._plan(tiles, num_tokens, adapters)
         plan.run(calls[0])
-        torch.cuda.synchronize()
+        self._synchronize()
         return plan.run, calls
 
     def _plan(self, tiles: Experts, num_tokens: int, adapters: bool) -> tuple[Any, list[Any]]:
@@ -114,8 +114,12 @@ class GpuTimer:
             return function()
         except Exception as error:  # a kernel that cannot be compiled or launched fails in ways that have no common type
             self._note(f"{type(error).__name__}: {error}")
-            torch.cuda.synchronize()
+            self._synchronize()
             return otherwise
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _note(self, message: str) -> None:
         self.errors[message] = self.errors.get(message, 0) + 1
@@ -149,11 +153,13 @@ def _filled(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stage_us(plan: Any, name: str, bound: list[dict[str, Any]]) -> float:
+    from ..kernels.triton._launch import current_stream
+
     launches = [launch for launch in (getattr(plan, name), getattr(plan, f"{name}_again", None)) if launch is not None]
 
     def go(values: dict[str, Any]) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream(plan.device)
         for launch in launches:
             launch(stream, *(tensor and values[tensor] for tensor in launch.names))
 
-    return timing.graph_us(go, bound)
+    return statistics.median(timing.samples_us({name: (go, bound)}, plan.device)[name])
