@@ -76,4 +76,4 @@ class Sequences:
 
     def _make(self, num_rows: int) -> Rows:
         index = torch.arange(num_rows, device=self.count.device) * self.count // num_rows
-        return Rows(num_rows, self.slots[index])
+        return Rows(num_rows, self.slots.index_select(0, index))

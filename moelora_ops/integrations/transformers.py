@@ -70,9 +70,7 @@ class EnabledModel:
         model: the model. pool: the slots of its experts. reports: what was loaded, by name.
     """
 
-    def __init__(
-        self, model: Any, max_loras: int, max_rank: int, linears: Sequence[str] | None, max_sequences: int
-    ) -> None:
+    def __init__(self, model: Any, max_loras: int, max_rank: int, linears: Sequence[str] | None, max_sequences: int) -> None:
         for name, size in (("max_loras", max_loras), ("max_rank", max_rank), ("max_sequences", max_sequences)):
             check_positive(name, size)
         if isinstance(linears, str):
