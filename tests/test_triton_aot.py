@@ -31,7 +31,7 @@ CASES = [
 
 
 LAYER_KERNELS = {"shrink_kernel", "gate_up_kernel", "down_kernel", "combine_kernel"}
-DIRECT_KERNELS = {"direct_gate_up_kernel", "direct_down_kernel", "combine_kernel"}
+DIRECT_KERNELS = {"direct_shrink_kernel", "direct_gate_up_kernel", "direct_down_kernel", "combine_kernel"}
 AGAIN_KERNELS = {"gate_up_again_kernel", "down_again_kernel"}  # beside tiles of 64 rows and more
 DELTA_KERNELS = {"delta_shrink_kernel", "delta_expand_kernel"}
 

@@ -21,7 +21,7 @@ import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Iterator, TypeVar, get_type_hints
+from typing import Any, Callable, Iterator, TypeVar, get_type_hints
 
 import torch
 
@@ -64,7 +64,7 @@ class Experts:
     segment_m: int  # rows of a shrink program: pairs of one (expert, adapter)
     combine_n: int  # columns of a combine program
     pdl: bool = True  # programmatic dependent launch, where the device has it
-    direct: bool = False  # few pairs: no routing and no shrinks, a block for each pair
+    direct: bool = False  # few pairs: no routing, a block for each pair
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,18 @@ def experts_rule(problem: Problem, device: Device) -> Experts:
     return next(c for c in _experts_rules(problem) if is_valid(c, problem, device))
 
 
+def first_sizes(choose: Callable[[int], Any], most: int) -> list[int]:
+    """The smallest batch with each of the configurations that `choose` gives batches of 1 to `most` tokens.
+
+    >>> first_sizes(lambda num_tokens: num_tokens > 4, 100)
+    [1, 5]
+    """
+    first: dict[Any, int] = {}
+    for num_tokens in range(1, most + 1):
+        first.setdefault(choose(num_tokens), num_tokens)
+    return list(first.values())
+
+
 MAX_BLOCK_R = 32
 MAX_SHRINK_PROGRAMS = 1056  # 8 a multiprocessor of an H200; they stride over what there is
 MAX_EXPAND_PROGRAMS = 2112  # of the delta op: smaller ones, 16 a multiprocessor
@@ -150,7 +162,7 @@ def block_r(max_rank: int) -> int:
 
 
 def direct_block_r(max_rank: int) -> int:
-    """Ranks that ride along with the weights of a direct kernel: all of them, up to what fits."""
+    """Ranks of a step of a direct kernel: one adapter is all it has."""
     return 16 if max_rank <= 16 else 32 if max_rank <= 32 else MAX_DIRECT_R
 
 
@@ -175,7 +187,7 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
         shrinks = [(config.shrink13, config.segment_m, problem.num_slices), (config.shrink2, config.segment_m, 1)]
         tiles = [config.segment_m, config.combine_n, *(t for g, _ in gemms for t in (g.block_m, g.block_n, g.block_k))]
         tiles += [g.tail_m for g, _ in gemms if g.tail_m]
-        shared = [_gemm_shared(gemm, slices, problem, config.direct) for gemm, slices in gemms]
+        shared = [_gemm_shared(gemm, slices, problem) for gemm, slices in gemms]
         accumulators = [(g.num_warps, slices * g.block_m * g.block_n) for g, slices in gemms]
     tiles += [s.block_k for s, _, _ in shrinks]
     shared += [_shrink_shared(s, rows, slices, problem) for s, rows, slices in shrinks]
@@ -193,10 +205,9 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
     )
 
 
-def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem, direct: bool) -> int:
+def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem) -> int:
     """Bytes of shared memory of a base GEMM: its pipeline, or what the expand and the store need after it."""
-    columns = gemm.block_n + (MAX_DIRECT_R if direct else 0)  # A rides along
-    stage = (gemm.block_m + num_weights * columns) * gemm.block_k * problem.dtype.itemsize
+    stage = (gemm.block_m + num_weights * gemm.block_n) * gemm.block_k * problem.dtype.itemsize
     # A step of the expand: 64 columns of z and of B for each weight. The results on their way to a coalesced store.
     step = num_weights * (gemm.block_m + gemm.block_n) * 64 * problem.dtype.itemsize
     store = gemm.block_m * gemm.block_n * problem.dtype.itemsize

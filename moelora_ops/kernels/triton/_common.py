@@ -39,7 +39,7 @@ def has_pdl(device: torch.device) -> bool:
 
 @lru_cache(maxsize=None)
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether kernels on this device read through tensor descriptors at the price of a copy engine (the interpreter: can read)."""
+    """Whether tensor descriptors are read by a copy engine on this device; the interpreter reads them as well."""
     return device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) >= (9, 0)
 
 

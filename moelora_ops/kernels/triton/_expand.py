@@ -30,7 +30,7 @@ def slot_rank(ranks_ptr, slot, known, max_rank):
 
 @triton.jit
 def tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH: tl.constexpr):
-    """(slot, column of its B, its rank) for each of the WIDTH columns of the rank tiles from first_tile on; rank 0 past the end."""
+    """(slot, column of its B, its rank) for each of WIDTH columns of rank tiles from first_tile on; rank 0 past the end."""
     i = tl.arange(0, WIDTH)
     tile = first_tile + i // 16
     code = tl.max_constancy(tl.load(tiles_ptr + tile, mask=tile < end_tile, other=-1), [16])

@@ -44,6 +44,7 @@ class BasePlan:
         engine = has_copy_engine(self.device)
         self.w13_descriptor = engine and tiles.gate_up.tma and _describable(call.w13)
         self.w2_descriptor = engine and tiles.down.tma and _describable(call.w2)
+        self.rank_width = 16 * triton.cdiv(self.max_rank, 16)  # columns of z of one slice: whole rank tiles
         self.scratch = Scratch(self.dtype)
         self._lay_out(call)
         self.scratch_numel = self.scratch.numel
@@ -55,6 +56,11 @@ class BasePlan:
     def _lay_out(self, call: Call) -> None:
         """Add the sections of scratch."""
         raise NotImplementedError
+
+    def _add_z(self, name: str, tiles: config.Shrink, num_slices: int, at: int) -> int:
+        """fp32 for partial sums, the dtype of the inputs where the sum is whole."""
+        dtype = torch.float32 if tiles.splits > 1 else self.dtype
+        return self.scratch.add(name, tiles.splits * self.num_pairs * num_slices * self.rank_width, dtype, at=at)
 
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
         """The stages; `values` have the types of the tensors."""

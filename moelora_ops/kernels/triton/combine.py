@@ -43,4 +43,3 @@ def combine_kernel(
         width = hidden_size * here.to(tl.int32)  # a product, not a select: it stays a known multiple of 16, for vector loads
         acc += tl.load(rows_ptr + pair * hidden_size + columns, mask=columns < width, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * hidden_size + columns, (scale * acc).to(out_ptr.dtype.element_ty), mask=columns < hidden_size)
-

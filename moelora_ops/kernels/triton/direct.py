@@ -1,8 +1,9 @@
-"""The layer op for a handful of pairs: no sort, no shrink, a block of its own for every pair.
+"""The layer op for a handful of pairs: no sort, a block of its own for every pair.
 
-With P pairs over many more experts hardly two pairs share one, so sorting saves nothing and costs a launch. A block with a single
-pair has a single adapter: A is a few more columns of the base product's tile, z never leaves the registers, and nobody else's
-B can reach the row. Three launches a layer (gate_up, down, combine), with and without adapters.
+With P pairs over many more experts hardly two pairs share one, so sorting saves nothing and costs a launch. A block with a
+single pair has a single adapter: nothing is merged, and nobody else's B can reach the row. Everything is in pair order.
+
+A beside W in the base product, without a launch for the shrink, was slower: gate_up 15.6 -> 23.7 us (H200, T = 1).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import slot_rank
-from ._gemm import load_weight
+from ._expand import load_z, slot_rank
+from ._gemm import project
 from .gate_up import activate
+from .shrink import shrink_block
 
 
 @triton.jit
@@ -40,116 +42,83 @@ def load_pair(
 
 
 @triton.jit
-def project_pair(
-    x_ptr,  # the pair's row
-    w,  # as in `_gemm.project`
-    w1,
-    expert,
-    tile,
-    col_mask,
-    a_ptr,  # A of the pair's adapter and expert, slice 0; slice 1 is slice_stride further
-    stride_ar,
-    slice_stride,
-    rank_begin,
-    rank,
-    in_features,
-    NUM_SLICES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    W_TMA: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BASE: tl.constexpr,
-    LORA: tl.constexpr,
-):
-    """(x W_0^T, x W_1^T, x A_0^T, x A_1^T) in the first row of each; what BASE or LORA leaves out is zero."""
-    acc0 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    z0 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    z1 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    ks = tl.arange(0, BLOCK_K)
-    row_mask = tl.arange(0, BLOCK_M) == 0
-    x = x_ptr + tl.zeros((BLOCK_M,), tl.int64)[:, None] + ks[None, :]
-    ranks = rank_begin + tl.arange(0, BLOCK_R)
-    rank_mask = ranks < rank
-    a0 = a_ptr + ranks.to(tl.int64)[None, :] * stride_ar + ks[:, None]
-    a1 = a0 + slice_stride
-    for k in range(0, in_features, BLOCK_K):
-        k_mask = ks < in_features - k
-        h = tl.load(x, mask=row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :], other=0.0)
-        x += BLOCK_K
-        if BASE:
-            w_mask = col_mask[None, :] if EVEN_K else col_mask[None, :] & k_mask[:, None]
-            if W_TMA:
-                b = load_weight(w, expert.to(tl.int32), 0, tile * BLOCK_N, k, INTERLEAVED, BLOCK_N, BLOCK_K)
-            else:
-                b = tl.load(w, mask=w_mask, other=0.0)
-                w += BLOCK_K
-            acc0 = tl.dot(h, b, acc0, input_precision="ieee")
-            if NUM_SLICES == 2:
-                if W_TMA:
-                    b = load_weight(w, expert.to(tl.int32), 1, tile * BLOCK_N, k, INTERLEAVED, BLOCK_N, BLOCK_K)
-                else:
-                    b = tl.load(w1, mask=w_mask, other=0.0)
-                    w1 += BLOCK_K
-                acc1 = tl.dot(h, b, acc1, input_precision="ieee")
-        if LORA:
-            a_mask = rank_mask[None, :] if EVEN_K else rank_mask[None, :] & k_mask[:, None]
-            z0 = tl.dot(h, tl.load(a0, mask=a_mask, other=0.0), z0, input_precision="ieee")
-            a0 += BLOCK_K
-            if NUM_SLICES == 2:
-                z1 = tl.dot(h, tl.load(a1, mask=a_mask, other=0.0), z1, input_precision="ieee")
-                a1 += BLOCK_K
-    return acc0, acc1, z0, z1
-
-
-@triton.jit
-def expand_pair(acc, z, b_ptr, b_offsets, col_mask, rank_begin, rank, BLOCK_R: tl.constexpr, VEC: tl.constexpr):
-    """acc + z B^T for ranks from rank_begin on; B's columns past the rank are loaded in whole vectors and left out.
-
-    Loading B ahead of the base product cost 2 us of 35 (H200, T = 1): registers.
-    """
-    j = rank_begin + tl.arange(0, BLOCK_R)
-    mask = col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :]
-    b = tl.load(b_ptr + b_offsets[:, None] + j[None, :], mask=mask, other=0.0)
-    b = tl.where((j < rank)[None, :], b, 0.0).to(b.dtype)
-    return tl.dot(z.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-
-
-@triton.jit
-def product_pair(
-    x_ptr, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, b_ptr, b0_offsets, b1_offsets, rank, in_features,
-    NUM_SLICES: tl.constexpr, INTERLEAVED: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, VEC: tl.constexpr, LORA: tl.constexpr,
+def expand_pair(
+    acc, z_ptr, z_offset, split_stride, b_ptr, b_offsets, col_mask, rank,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Both slices of (W + B A) x: A rides along with W, further blocks of ranks take a loop of their own."""
-    acc0, acc1, z0, z1 = project_pair(
-        x_ptr, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, 0, rank, in_features,
-        NUM_SLICES, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, True, LORA,
-    )  # fmt: skip
-    if LORA:
-        acc0 = expand_pair(acc0, z0, b_ptr, b0_offsets, col_mask, 0, rank, BLOCK_R, VEC)
-        if NUM_SLICES == 2:
-            acc1 = expand_pair(acc1, z1, b_ptr, b1_offsets, col_mask, 0, rank, BLOCK_R, VEC)
-        for rank_begin in range(BLOCK_R, rank, BLOCK_R):
-            _, _, z0, z1 = project_pair(
-                x_ptr, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, rank_begin, rank, in_features,
-                NUM_SLICES, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True,
-            )  # fmt: skip
-            acc0 = expand_pair(acc0, z0, b_ptr, b0_offsets, col_mask, rank_begin, rank, BLOCK_R, VEC)
-            if NUM_SLICES == 2:
-                acc1 = expand_pair(acc1, z1, b_ptr, b1_offsets, col_mask, rank_begin, rank, BLOCK_R, VEC)
-    return acc0, acc1
+    """acc + z B^T in the first row; B's columns past the rank are loaded in whole vectors and left out."""
+    for begin in range(0, rank, BLOCK_R):
+        j = begin + tl.arange(0, BLOCK_R)
+        z_mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & (j < tl.cdiv(rank, 16) * 16)[None, :]
+        z = load_z(z_ptr, z_offset + tl.zeros((BLOCK_M,), tl.int64)[:, None] + j[None, :], z_mask, split_stride, SPLITS)
+        mask = tl.max_constancy(col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :], [1, VEC])
+        offsets = tl.multiple_of(tl.max_contiguous(b_offsets[:, None] + j[None, :], [1, VEC]), [1, VEC])
+        b = tl.load(b_ptr + offsets, mask=mask, other=0.0)
+        b = tl.where((j < rank)[None, :], b, 0.0).to(b.dtype)
+        acc = tl.dot(z.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
+    return acc
 
 
 _SMALL = ["topk_ids_ptr", "mapping_ptr", "enabled_ptr", "expert_map_ptr", "topk_weights_ptr", "ranks_ptr"]
 
 
-@triton.jit(
-    do_not_specialize=["num_experts", "num_global_experts", "max_loras", "max_rank"], do_not_specialize_on_alignment=_SMALL
-)
+_SIZES = ["num_pairs", "num_experts", "num_global_experts", "max_loras", "max_rank"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "rank_blocks"], do_not_specialize_on_alignment=_SMALL)
+def direct_shrink_kernel(
+    x_ptr,
+    a_ptr,
+    z_ptr,
+    topk_ids_ptr,
+    mapping_ptr,
+    enabled_ptr,
+    expert_map_ptr,
+    ranks_ptr,
+    num_pairs,
+    num_experts,
+    num_global_experts,
+    max_loras,
+    max_rank,
+    rank_blocks,  # blocks of BLOCK_R ranks in a slot
+    in_features,
+    stride_xm,
+    stride_al,
+    stride_ae,
+    stride_ar,
+    stride_zm,
+    ROWS_PER_INPUT: tl.constexpr,  # top_k: x has one row per token; 1: one per pair
+    TOP_K: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """z[split, pair, s, j] = x . A[slot, expert, s * R + j] over one split of K, as `shrink_kernel` has it.
+
+    Grid: one program per (pair, block of BLOCK_R ranks in every slice, split of K).
+    """
+    gdc_wait(USE_PDL)
+    gdc_launch(USE_PDL)
+    index = tl.program_id(0)
+    pair, split = index // SPLITS // rank_blocks, index % SPLITS
+    rank_begin = (index // SPLITS) % rank_blocks * BLOCK_R
+    expert, slot, rank = load_pair(
+        pair, topk_ids_ptr, mapping_ptr, enabled_ptr, expert_map_ptr, ranks_ptr,
+        num_experts, num_global_experts, max_loras, max_rank, TOP_K, True,
+    )  # fmt: skip
+    if rank_begin < rank:
+        shrink_block(
+            x_ptr, a_ptr, z_ptr, None, pair, pair + 1, expert, slot, rank_begin, rank, split, num_pairs, max_rank, in_features,
+            stride_xm, stride_al, stride_ae, stride_ar, stride_zm,
+            ROWS_PER_INPUT, NUM_SLICES, SPLITS, EVEN_K, BLOCK_M, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SMALL)
 def direct_gate_up_kernel(
     x_ptr,
     w13,  # as in gate_up_kernel
@@ -160,9 +129,10 @@ def direct_gate_up_kernel(
     mapping_ptr,
     enabled_ptr,
     expert_map_ptr,
-    a13_ptr,  # None: no adapters
+    z_ptr,  # None: no adapters
     b13_ptr,
     ranks_ptr,
+    num_pairs,
     num_experts,
     num_global_experts,
     max_loras,
@@ -173,12 +143,10 @@ def direct_gate_up_kernel(
     stride_we,
     stride_wn,
     stride_bias_e,
-    stride_al,
-    stride_ae,
-    stride_ar,
     stride_bl,  # in units of VEC, like the next two
     stride_be,
     stride_bn,
+    stride_zm,
     alpha,
     limit,
     ACTIVATION: tl.constexpr,
@@ -186,6 +154,7 @@ def direct_gate_up_kernel(
     INTERLEAVED: tl.constexpr,
     TOP_K: tl.constexpr,
     W_TMA: tl.constexpr,
+    SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -194,18 +163,22 @@ def direct_gate_up_kernel(
     BLOCK_R: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """act[pair] = f([w] (W13[e] + B13[l, e] A13[l, e]) x + b13[e]).
+    """act[pair] = f([w] (W13[e] x + B13[l, e] z[pair]) + b13[e]).
 
-    Grid: one program per (pair, BLOCK_N columns of act).
+    Grid: one program per (pair, BLOCK_N columns of act). With adapters the kernel before is the shrink, which waited: only z is
+    waited for, after the base product.
     """
-    gdc_wait(USE_PDL)
+    if z_ptr is None:
+        gdc_wait(USE_PDL)
     tiles = tl.cdiv(intermediate_size, BLOCK_N)
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert, slot, rank = load_pair(
         pair, topk_ids_ptr, mapping_ptr, enabled_ptr, expert_map_ptr, ranks_ptr,
-        num_experts, num_global_experts, max_loras, max_rank, TOP_K, a13_ptr is not None,
+        num_experts, num_global_experts, max_loras, max_rank, TOP_K, z_ptr is not None,
     )  # fmt: skip
     if expert < 0:
+        if z_ptr is not None:
+            gdc_wait(USE_PDL)
         return
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = columns < intermediate_size
@@ -221,26 +194,29 @@ def direct_gate_up_kernel(
         w = w_ptr + gate_columns[None, :] * stride_wn
         w1 = w_ptr + up_columns[None, :] * stride_wn
     num_slices: tl.constexpr = 2 if GATED else 1
-    a_ptr, b_ptr = a13_ptr, b13_ptr
-    if a13_ptr is not None:
-        a_ptr = a13_ptr + slot * stride_al + expert * stride_ae
-        b_ptr = b13_ptr + (slot * stride_bl + expert * stride_be) * VEC
-    else:
-        a_ptr, b_ptr = act_ptr, act_ptr  # not read
+    row_mask = tl.arange(0, BLOCK_M) == 0
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * stride_xm
-    slice_stride = tl.cast(max_rank, tl.int64) * stride_ar
-    if rank > 0:
-        gate, up = product_pair(
-            x_row, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, b_ptr, gate_columns * stride_bn * VEC,
-            up_columns * stride_bn * VEC, rank, hidden_size,
-            num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, VEC, a13_ptr is not None,
-        )  # fmt: skip
-    else:
-        gate, up = product_pair(
-            x_row, w, w1, expert, tile, col_mask, a_ptr, stride_ar, slice_stride, b_ptr, gate_columns, up_columns, rank,
-            hidden_size, num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, VEC, False,
-        )  # fmt: skip
+    x_ptrs = x_row + tl.zeros((BLOCK_M,), tl.int64)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    gate, up = project(
+        x_ptrs, row_mask, w, w1, expert.to(tl.int32), tile, col_mask, hidden_size,
+        num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
+    )  # fmt: skip
+    if z_ptr is not None:
+        gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
+    if z_ptr is not None:
+        z_row, split_stride = pair.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm
+        b_ptr = b13_ptr + (slot * stride_bl + expert * stride_be) * VEC
+        gate = expand_pair(
+            gate, z_ptr, z_row, split_stride, b_ptr, gate_columns * stride_bn * VEC, col_mask, rank,
+            BLOCK_M, BLOCK_R, SPLITS, VEC,
+        )  # fmt: skip
+        if GATED:
+            z_row += tl.cdiv(max_rank, 16) * 16
+            up = expand_pair(
+                up, z_ptr, z_row, split_stride, b_ptr, up_columns * stride_bn * VEC, col_mask, rank,
+                BLOCK_M, BLOCK_R, SPLITS, VEC,
+            )  # fmt: skip
     if topk_weights_ptr is not None:
         weight = tl.load(topk_weights_ptr + pair)
         gate *= weight
@@ -252,13 +228,10 @@ def direct_gate_up_kernel(
             up += tl.load(bias_ptr + up_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     act = activate(gate, up, alpha, limit, ACTIVATION, GATED)
     act_ptrs = act_ptr + pair.to(tl.int64) * intermediate_size + tl.zeros((BLOCK_M,), tl.int32)[:, None] + columns[None, :]
-    mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & col_mask[None, :]
-    tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=mask)
+    tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-@triton.jit(
-    do_not_specialize=["num_experts", "num_global_experts", "max_loras", "max_rank"], do_not_specialize_on_alignment=_SMALL
-)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SMALL)
 def direct_down_kernel(
     act_ptr,
     w2,  # as in down_kernel
@@ -269,9 +242,10 @@ def direct_down_kernel(
     mapping_ptr,
     enabled_ptr,
     expert_map_ptr,
-    a2_ptr,  # None: no adapters
+    z_ptr,  # None: no adapters
     b2_ptr,
     ranks_ptr,
+    num_pairs,
     num_experts,
     num_global_experts,
     max_loras,
@@ -281,14 +255,13 @@ def direct_down_kernel(
     stride_we,
     stride_wn,
     stride_bias_e,
-    stride_al,
-    stride_ae,
-    stride_ar,
     stride_bl,  # in units of VEC, like the next two
     stride_be,
     stride_bn,
+    stride_zm,
     TOP_K: tl.constexpr,
     W_TMA: tl.constexpr,
+    SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -297,47 +270,48 @@ def direct_down_kernel(
     BLOCK_R: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """out[pair] = w ((W2[e] + B2[l, e] A2[l, e]) act[pair] + b2[e]).
+    """out[pair] = w (W2[e] act[pair] + B2[l, e] z[pair] + b2[e]).
 
-    Grid: one program per (pair, BLOCK_N columns of out). The kernel before, gate_up, waited: the ids are there.
+    Grid: one program per (pair, BLOCK_N columns of out). Waits as `direct_gate_up_kernel` does; the ids are older than both.
     """
     tiles = tl.cdiv(hidden_size, BLOCK_N)
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert, slot, rank = load_pair(
         pair, topk_ids_ptr, mapping_ptr, enabled_ptr, expert_map_ptr, ranks_ptr,
-        num_experts, num_global_experts, max_loras, max_rank, TOP_K, a2_ptr is not None,
+        num_experts, num_global_experts, max_loras, max_rank, TOP_K, z_ptr is not None,
     )  # fmt: skip
+    if z_ptr is None:
+        gdc_wait(USE_PDL)
+    if expert < 0:
+        if z_ptr is not None:
+            gdc_wait(USE_PDL)
+        return
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = columns < hidden_size
-    gdc_wait(USE_PDL)
-    if expert < 0:
-        return
     if W_TMA:
         w = w2
     else:
         w = w2 + expert * stride_we + tl.arange(0, BLOCK_K)[:, None] + columns.to(tl.int64)[None, :] * stride_wn
-    a_ptr, b_ptr = act_ptr, act_ptr  # not read
-    if a2_ptr is not None:
-        a_ptr = a2_ptr + slot * stride_al + expert * stride_ae
-        b_ptr = b2_ptr + (slot * stride_bl + expert * stride_be) * VEC
-    b_offsets = columns.to(tl.int64) * stride_bn * VEC
+    row_mask = tl.arange(0, BLOCK_M) == 0
     x_row = act_ptr + pair.to(tl.int64) * intermediate_size
-    if rank > 0:
-        acc, _ = product_pair(
-            x_row, w, w, expert, tile, col_mask, a_ptr, stride_ar, 0, b_ptr, b_offsets, b_offsets, rank, intermediate_size,
-            1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, VEC, a2_ptr is not None,
-        )  # fmt: skip
-    else:
-        acc, _ = product_pair(
-            x_row, w, w, expert, tile, col_mask, a_ptr, stride_ar, 0, b_ptr, b_offsets, b_offsets, rank, intermediate_size,
-            1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, VEC, False,
-        )  # fmt: skip
+    x_ptrs = x_row + tl.zeros((BLOCK_M,), tl.int64)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    acc, _ = project(
+        x_ptrs, row_mask, w, w, expert.to(tl.int32), tile, col_mask, intermediate_size,
+        1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
+    )  # fmt: skip
+    if z_ptr is not None:
+        gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
+    if z_ptr is not None:
+        acc = expand_pair(
+            acc, z_ptr, pair.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
+            b2_ptr + (slot * stride_bl + expert * stride_be) * VEC, columns.to(tl.int64) * stride_bn * VEC, col_mask, rank,
+            BLOCK_M, BLOCK_R, SPLITS, VEC,
+        )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * stride_bias_e + columns, mask=col_mask, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     if topk_weights_ptr is not None:
         acc *= tl.load(topk_weights_ptr + pair)
     out_ptrs = out_ptr + pair.to(tl.int64) * hidden_size + tl.zeros((BLOCK_M,), tl.int32)[:, None] + columns[None, :]
-    mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & col_mask[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])

@@ -178,6 +178,6 @@ def down_again_kernel(
                 down_block(
                     act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last,
                     i % num_tiles, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we,
-                    stride_wn,                     stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N,
-                    BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
+                    stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M,
+                    BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
                 )  # fmt: skip

@@ -20,7 +20,7 @@ from ._expand import CHUNK
 from ._launch import Launch, Slot
 from ._plan import BasePlan
 from .call import Call, key_of, prepare
-from .direct import direct_down_kernel, direct_gate_up_kernel
+from .direct import direct_down_kernel, direct_gate_up_kernel, direct_shrink_kernel
 from .down import down_again_kernel, down_kernel
 from .gate_up import gate_up_again_kernel, gate_up_kernel
 from .route import route
@@ -33,10 +33,7 @@ class Plan(BasePlan):
     def _lay_out(self, call: Call) -> None:
         """Sections: tables, act [P, I] and rows [P, H] in the dtype of the inputs, z [splits, P, S * R] of each projection."""
         tiles, p = self.tiles, self.num_pairs
-        self.rank_width = 16 * triton.cdiv(self.max_rank, 16)  # columns of z of one slice: whole rank tiles
-        self.sizes = RoutingSizes.of(
-            p, self.num_experts, self.max_loras, self.max_rank, tiles.gate_up.block_m, tiles.segment_m
-        )
+        self.sizes = RoutingSizes.of(p, self.num_experts, self.max_loras, self.max_rank, tiles.gate_up.block_m, tiles.segment_m)
         self.scratch.add("tables", self.sizes.size, torch.int32)
         free = self.scratch.add("act", p * self.intermediate_size, self.dtype)
         # z13 lies where z2 and rows will: its only reader, gate_up, has ended before either is written.
@@ -50,11 +47,6 @@ class Plan(BasePlan):
             widths = ((self.intermediate_size, tiles.gate_up), (self.hidden_size, tiles.down))
             columns = max(triton.cdiv(width, gemm.block_n) for width, gemm in widths)
             self.scratch.add("again", self.sizes.num_expert_blocks * columns, torch.int32)
-
-    def _add_z(self, name: str, tiles: config.Shrink, num_slices: int, at: int) -> int:
-        """fp32 for partial sums, the dtype of the inputs where the sum is whole."""
-        dtype = torch.float32 if tiles.splits > 1 else self.dtype
-        return self.scratch.add(name, tiles.splits * self.num_pairs * num_slices * self.rank_width, dtype, at=at)
 
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
         names = ("hidden_states", "lora_a13", "z13")
@@ -196,55 +188,89 @@ class Plan(BasePlan):
 
 
 class DirectPlan(BasePlan):
-    """gate_up, down, combine: for batches of a few pairs (see `direct`)."""
+    """shrink, gate_up, shrink, down, combine in the order of pairs: for batches of a few pairs (see `direct`)."""
 
     def _lay_out(self, call: Call) -> None:
-        self.scratch.add("act", self.num_pairs * self.intermediate_size, self.dtype)
-        self.scratch.add("rows", self.num_pairs * self.hidden_size, self.dtype)
+        """Sections as those of `Plan`, without tables."""
+        free = self.scratch.add("act", self.num_pairs * self.intermediate_size, self.dtype)
+        if call.lora_a13 is not None:
+            self._add_z("z13", self.tiles.shrink13, self.num_slices, free)
+        end = free if call.lora_a2 is None else self._add_z("z2", self.tiles.shrink2, 1, free)
+        self.scratch.add("rows", self.num_pairs * self.hidden_size, self.dtype, at=end)
 
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
+        tiles, pair_stride = self.tiles, self.intermediate_size
+        x, act = ("hidden_states", "lora_a13", "z13"), ("act", "lora_a2", "z2")
+        self.shrink13 = self._shrink(call, values, x, tiles.shrink13, self.x_stride, self.top_k, self.num_slices)
         self.gate_up = self._gate_up(call, values)
+        self.shrink2 = self._shrink(call, values, act, tiles.shrink2, pair_stride, 1, 1)
         self.down = self._down(call, values)
         self.combine = self._combine(call, values)
-        return [self.gate_up, self.down, self.combine]
+        stages = (self.shrink13, self.gate_up, self.shrink2, self.down, self.combine)
+        return [stage for stage in stages if stage is not None]
+
+    def _shrink(
+        self, call: Call, values: dict[str, Any], names: Sequence[str], tiles: config.Shrink, x_stride: int,
+        rows_per_input: int, num_slices: int,
+    ) -> Launch | None:  # fmt: skip
+        lora_a = values[names[1]]
+        if lora_a is None:
+            return None
+        in_features, block_r = lora_a.shape[3], config.direct_block_r(self.max_rank)
+        rank_blocks = triton.cdiv(self.max_rank, block_r)
+        return self._stage(
+            direct_shrink_kernel,
+            (self.num_pairs * rank_blocks * tiles.splits,),
+            (*names, "topk_ids", *self._ids(True), "lora_ranks"),
+            values,
+            (
+                *self._sizes(call), rank_blocks, in_features, x_stride,
+                lora_a.stride(0), 0 if lora_a.shape[1] == 1 else lora_a.stride(1), lora_a.stride(2),
+                num_slices * self.rank_width,
+            ),
+            {
+                "ROWS_PER_INPUT": rows_per_input, "TOP_K": self.top_k, "NUM_SLICES": num_slices, "SPLITS": tiles.splits,
+                "EVEN_K": in_features % (tiles.splits * tiles.block_k) == 0, "BLOCK_M": 16, "BLOCK_R": block_r,
+                "BLOCK_K": tiles.block_k,
+            },
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
 
     def _gate_up(self, call: Call, values: dict[str, Any]) -> Launch:
         names = ("hidden_states", "w13", "w13_bias", "act", "topk_weights" if call.apply_router_weight_on_input else None)
         constants = {
-            "W_TMA": self.w13_descriptor, "ACTIVATION": call.activation, "GATED": call.gated, "INTERLEAVED": call.interleaved
+            "W_TMA": self.w13_descriptor, "SPLITS": self.tiles.shrink13.splits, "ACTIVATION": call.activation,
+            "GATED": call.gated, "INTERLEAVED": call.interleaved,
         }  # fmt: skip
-        strides, more = (self.x_stride,), (call.swiglu_alpha, call.swiglu_limit)
-        lora = ("lora_a13", "lora_b13")
-        return self._direct(direct_gate_up_kernel, call, values, self.tiles.gate_up, names, lora, strides, more, constants)
+        more = (self.num_slices * self.rank_width, call.swiglu_alpha, call.swiglu_limit)
+        lora = ("z13", "lora_b13")
+        return self._gemm(
+            direct_gate_up_kernel, call, values, self.tiles.gate_up, names, lora, (self.x_stride,), more, constants
+        )
 
     def _down(self, call: Call, values: dict[str, Any]) -> Launch:
         names = ("act", "w2", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights")
-        constants = {"W_TMA": self.w2_descriptor}
-        return self._direct(direct_down_kernel, call, values, self.tiles.down, names, ("lora_a2", "lora_b2"), (), (), constants)
+        constants = {"W_TMA": self.w2_descriptor, "SPLITS": self.tiles.shrink2.splits}
+        more, lora = (self.rank_width,), ("z2", "lora_b2")
+        return self._gemm(direct_down_kernel, call, values, self.tiles.down, names, lora, (), more, constants)
 
-    def _direct(
+    def _gemm(
         self, kernel: Any, call: Call, values: dict[str, Any], tiles: config.Gemm, names: Sequence[str | None],
         lora: tuple[str, str], strides: tuple[int, ...], more: tuple[float | None, ...], constants: dict[str, Any],
     ) -> Launch:  # fmt: skip
         weight: Tensor = getattr(call, str(names[1]))
-        bias = getattr(call, f"{names[1]}_bias")
-        lora_a, lora_b = values[lora[0]], values[lora[1]]
-        vec, b_strides, a_strides = 1, (0, 0, 0), (0, 0, 0)
-        adapters: tuple[str | None, ...] = (None, None, "expert_map", None, None, None)
-        if lora_a is not None:
-            adapters = ("token_lora_mapping", "adapter_enabled", "expert_map", *lora, "lora_ranks")
-            vec, b_strides = self._b_strides(lora_b)  # type: ignore[assignment]
-            a_strides = (lora_a.stride(0), 0 if lora_a.shape[1] == 1 else lora_a.stride(1), lora_a.stride(2))
+        bias, lora_b = getattr(call, f"{names[1]}_bias"), values[lora[1]]
+        vec, b_strides = (1, (0, 0, 0)) if lora_b is None else self._b_strides(lora_b)
+        adapters = (None, None, None) if lora_b is None else (*lora, "lora_ranks")
         width = self.hidden_size if names[0] == "act" else self.intermediate_size
         return self._stage(
             kernel,
             (self.num_pairs * triton.cdiv(width, tiles.block_n),),
-            (*names, "topk_ids", *adapters),
+            (*names, "topk_ids", *self._ids(lora_b is not None), *adapters),
             values,
             (
-                self.num_experts, 0 if call.expert_map is None else call.expert_map.shape[0], self.max_loras, self.max_rank,
-                self.hidden_size, self.intermediate_size, *strides, weight.stride(0), weight.stride(1),
-                0 if bias is None else bias.stride(0), *a_strides, *b_strides, *more,
+                *self._sizes(call), self.hidden_size, self.intermediate_size, *strides, weight.stride(0), weight.stride(1),
+                0 if bias is None else bias.stride(0), *b_strides, *more,
             ),
             {
                 "TOP_K": self.top_k, "VEC": vec, "EVEN_K": weight.shape[2] % tiles.block_k == 0, "BLOCK_M": 16,
@@ -253,6 +279,14 @@ class DirectPlan(BasePlan):
             },
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
+
+    @staticmethod
+    def _ids(lora: bool) -> tuple[str | None, ...]:
+        return ("token_lora_mapping", "adapter_enabled", "expert_map") if lora else (None, None, "expert_map")
+
+    def _sizes(self, call: Call) -> tuple[int, ...]:
+        num_global_experts = 0 if call.expert_map is None else call.expert_map.shape[0]
+        return self.num_pairs, self.num_experts, num_global_experts, self.max_loras, self.max_rank
 
 
 def make_plan(call: Call, tiles: config.Experts | None = None, device: torch.device | None = None) -> BasePlan:
@@ -264,9 +298,7 @@ def make_plan(call: Call, tiles: config.Experts | None = None, device: torch.dev
 def problem(call: Call) -> config.Problem:
     num_experts, hidden_size, intermediate_size = call.w2.shape
     slices = 2 if call.gated else 1
-    return config.Problem(
-        call.topk_ids.numel(), num_experts, hidden_size, intermediate_size, slices, call.hidden_states.dtype
-    )
+    return config.Problem(call.topk_ids.numel(), num_experts, hidden_size, intermediate_size, slices, call.hidden_states.dtype)
 
 
 _PLANS: dict[Any, BasePlan] = {}  # compiled launches; a plan never changes, so threads may race to make one

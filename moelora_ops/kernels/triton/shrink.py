@@ -16,12 +16,13 @@ def shrink_block(
     ROWS_PER_INPUT: tl.constexpr, NUM_SLICES: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """z of one block of rows, for ranks from rank_begin on."""
+    """z of one block of rows, for ranks from rank_begin on. Row r reads row order[r] // ROWS_PER_INPUT of x; no order: r's."""
     rows = first + tl.arange(0, BLOCK_M)
     row_mask = rows < last
     x_rows = rows
-    if ROWS_PER_INPUT > 0:
-        x_rows = tl.load(order_ptr + rows, mask=row_mask, other=0) // ROWS_PER_INPUT
+    if order_ptr is not None:
+        x_rows = tl.load(order_ptr + rows, mask=row_mask, other=0)
+    x_rows = x_rows // ROWS_PER_INPUT
     ranks = rank_begin + tl.arange(0, BLOCK_R)
     rank_mask = ranks < rank
     steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLITS)
@@ -89,6 +90,8 @@ def shrink_kernel(
     """
     gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
+    order_ptr = tables_ptr + 4 if ROWS_PER_INPUT > 0 else None
+    rows_per_input: tl.constexpr = ROWS_PER_INPUT if ROWS_PER_INPUT > 0 else 1
     work = tl.load(tables_ptr + 2) * rank_blocks * SPLITS
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
         split = index % SPLITS
@@ -101,13 +104,13 @@ def shrink_kernel(
         if rank_begin < rank:
             if BLOCK_R > 16 and rank - rank_begin <= 16:  # the rest of a pool's rank costs a small adapter nothing
                 shrink_block(
-                    x_ptr, a_ptr, z_ptr, tables_ptr + 4, first, last, expert, slot, rank_begin, rank, split,
+                    x_ptr, a_ptr, z_ptr, order_ptr, first, last, expert, slot, rank_begin, rank, split,
                     num_pairs, max_rank, in_features, stride_xm, stride_al, stride_ae, stride_ar, stride_zm,
-                    ROWS_PER_INPUT, NUM_SLICES, SPLITS, EVEN_K, BLOCK_M, 16, BLOCK_K,
+                    rows_per_input, NUM_SLICES, SPLITS, EVEN_K, BLOCK_M, 16, BLOCK_K,
                 )  # fmt: skip
             else:
                 shrink_block(
-                    x_ptr, a_ptr, z_ptr, tables_ptr + 4, first, last, expert, slot, rank_begin, rank, split,
+                    x_ptr, a_ptr, z_ptr, order_ptr, first, last, expert, slot, rank_begin, rank, split,
                     num_pairs, max_rank, in_features, stride_xm, stride_al, stride_ae, stride_ar, stride_zm,
-                    ROWS_PER_INPUT, NUM_SLICES, SPLITS, EVEN_K, BLOCK_M, BLOCK_R, BLOCK_K,
+                    rows_per_input, NUM_SLICES, SPLITS, EVEN_K, BLOCK_M, BLOCK_R, BLOCK_K,
                 )  # fmt: skip
