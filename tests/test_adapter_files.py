@@ -94,10 +94,15 @@ def test_patterns_match_like_peft_does(key: str, path: str, found: bool) -> None
     assert (config.rank(path), config.scaling(path)) == ((2, 3.0) if found else (4, 2.0))
 
 
-def test_the_first_pattern_wins() -> None:
-    """In the order of the file."""
-    config = AdapterConfig.from_fields(CONFIG | {"alpha_pattern": {"w2": 4, r"1\.w2": 12}})
-    assert config.alpha("model.layers.0.mlp.experts.1.w2") == 4
+@pytest.mark.parametrize(
+    "keys", [("w2", r"1\.w2"), (r"1\.w2", "w2"), (r".*\.1\.w2", "w2"), ("1.w2", r"experts\.\d\.w2")], ids=str
+)
+def test_the_first_pattern_wins(keys: tuple[str, str]) -> None:
+    """In the order of the file; a warning says that PEFT may have changed that order."""
+    config = AdapterConfig.from_fields(CONFIG | {"alpha_pattern": {keys[0]: 4, keys[1]: 12}})
+    with pytest.warns(UserWarning, match="alpha_pattern has keys with different values for model.layers.0.mlp.experts.1.w2"):
+        assert config.alpha("model.layers.0.mlp.experts.1.w2") == 4
+    assert config.alpha("model.layers.0.mlp.experts.2.w2") == (4 if keys[0] == "w2" else 12)
 
 
 def test_ranks_and_scalings_per_expert(tmp_path: Path) -> None:

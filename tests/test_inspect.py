@@ -84,7 +84,7 @@ def test_equal_layers_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert code == 0
     assert "1-2 gate 4 0.75-2 4 of 4 per expert per expert float32" in rows
-    assert "1-2 up 4 2 4 of 4 per expert per expert, all zero float32" in rows
+    assert "1-2 up 4 2 4 of 4 per expert shared, all zero float32" in rows
     assert "1 down 1-4 2-8 4 of 4 per expert per expert float32" in rows
     assert "2 down 4 2 4 of 4 per expert per expert float32" in rows
 

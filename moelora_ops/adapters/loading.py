@@ -120,7 +120,7 @@ def sort_names(tensors: files.TensorFiles) -> tuple[list[str], list[str]]:
         raise AdapterError("the adapter must hold tensors, got none")
     for name in tensors.names:
         if "lora_magnitude_vector" in name:
-            raise AdapterError(f"{name} must not be there: DoRA is not plain LoRA")
+            raise AdapterError(f"{name} must not be there, got it: DoRA is not plain LoRA; merge it into the base")
     check_one_adapter(tensors.names)
     names = [name for name in tensors.names if is_for_experts(name)]
     return names, [name for name in tensors.names if not is_for_experts(name)]

@@ -143,6 +143,7 @@ class _Projection:
             scaling = torch.zeros(self.geometry.num_experts)
             for expert in self.experts:
                 scaling[expert] = self.config.scaling(self.paths[expert])
+            scaling = scaling[:1] if bool((scaling == scaling[0]).all()) else scaling
         else:
             scaling = torch.tensor([self.config.scaling(self.paths[None])], dtype=torch.float32)
         if self.projection != "gate_up":
@@ -197,7 +198,8 @@ class _Projection:
         if not is_finite(stack):  # in one go: a file may have 100,000 tensors
             for expert in self.experts:
                 check_finite(side[expert].name, self._part(stack, expert, is_a))
-        return stack
+        # Some exporters copy what all experts share: one row then, as in the files that do not.
+        return stack[:1].clone() if full and torch.equal(stack[0], stack[-1]) and bool((stack == stack[:1]).all()) else stack
 
     def _part(self, stack: Tensor, expert: int, is_a: bool) -> Tensor:
         rank = self.ranks[expert]

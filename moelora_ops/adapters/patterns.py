@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,10 +32,10 @@ class Patterns:
     """
 
     def __init__(self, field: str, values: Mapping[str, Any]) -> None:
-        self._field, self._values = field, list(values.values())
+        self._field, self._keys, self._values = field, list(values), list(values.values())
         self._plain: dict[str, int] = {}  # what matches the end of a path, literally -> place of its key
         self._others: list[tuple[int, re.Pattern[str]]] = []
-        self._seconds = 0.0
+        self._seconds, self._warned = 0.0, False
         self._known: dict[str, Any] = {}
         for place, key in enumerate(values):
             if _PLAIN.fullmatch(key) and not key.startswith("^"):
@@ -53,22 +54,26 @@ class Patterns:
 
     def _place(self, path: str) -> int | None:
         ends = [path, *(path[i + 1 :] for i, letter in enumerate(path) if letter == ".")]
-        plain = [self._plain[end] for end in ends if end in self._plain]
-        first = min(plain, default=None)
+        places = {self._plain[end] for end in ends if end in self._plain}
         began = time.monotonic()
         for place, pattern in self._others:
-            if first is not None and place > first:
-                break
             if pattern.match(path):
-                first = place
-                break
+                places.add(place)
             if self._seconds + time.monotonic() - began > _MAX_SECONDS:
                 raise AdapterError(
                     f"adapter_config field {self._field} must be quick to look up, got regular expressions that took more than "
                     f"{_MAX_SECONDS:.0f} s: write them without repetitions"
                 )
         self._seconds += time.monotonic() - began
-        return first
+        if not self._warned and len({self._values[place] for place in places}) > 1:
+            self._warned = True
+            first, second = (self._keys[place][:80] for place in sorted(places)[:2])
+            warnings.warn(
+                f"adapter_config field {self._field} has keys with different values for {path}: the first counts, {first!r}, "
+                f"as in PEFT, not {second!r}; but PEFT sorts them when it saves, so training may have used the other",
+                stacklevel=2,
+            )
+        return min(places, default=None)
 
 
 def _compiled(field: str, key: str) -> re.Pattern[str]:

@@ -1,0 +1,228 @@
+"""Files that are broken, or made to cost time and memory: refused at once, by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moelora_ops import AdapterError, load_adapter
+from moelora_ops.adapters import MoeGeometry
+from moelora_ops.testing import adapter_formats as formats
+from moelora_ops.testing.adapter_formats import Pairs, Written, dense, random_pairs, write_all
+
+BASE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 5, "hidden_size": 24, "moe_intermediate_size": 14}
+GEOMETRY, RANK = MoeGeometry.from_config(BASE), 3
+
+
+def build(name: str) -> tuple[Pairs, Written]:
+    pairs = random_pairs(GEOMETRY, RANK)
+    writer = {"linear": formats.as_linear, "mlx": formats.as_mlx, "ktransformers": formats.as_ktransformers}[name]
+    return pairs, writer(pairs, GEOMETRY, RANK)
+
+
+def header(entries: str, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(entries.encode())) + entries.encode() + data
+
+
+ENTRY = '"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+HEADERS: dict[str, bytes] = {
+    "nothing": b"",
+    "seven bytes": b"\0" * 7,
+    "a length of 2^64": b"\xff" * 8 + b"{}",
+    "a length past the file": struct.pack("<Q", 100) + b"{}",
+    "no JSON": header("hello"),
+    "a list": header("[1]"),
+    "no text": struct.pack("<Q", 2) + b"\xff\xfe",
+    "deep nesting": header("[" * 200_000),
+    "deep objects": header('{"a":' * 200_000),
+    "a number of a million digits": header('{"x":' + "1" * 1_000_000 + "}"),
+    "the same name twice": header("{" + ENTRY + "," + ENTRY + "}", b"\0" * 4),
+    "a field twice": header('{"x":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
+    "a negative offset": header('{"x":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}', b"\0" * 4),
+    "offsets that end before they start": header('{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}', b"\0" * 4),
+    "a negative size": header('{"x":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}', b"\0" * 4),
+    "a size that is true": header('{"x":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', b"\0" * 4),
+    "a size of 10^18": header('{"x":{"dtype":"F32","shape":[1000000000000000000],"data_offsets":[0,4]}}', b"\0" * 4),
+    "sizes whose product wraps": header(
+        '{"x":{"dtype":"F32","shape":[4294967296,4294967297],"data_offsets":[0,4]}}', b"\0" * 4
+    ),
+    "a shape that is a number": header('{"x":{"dtype":"F32","shape":1,"data_offsets":[0,4]}}', b"\0" * 4),
+    "three offsets": header('{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}}', b"\0" * 4),
+    "bytes left over": header("{" + ENTRY + "}", b"\0" * 8),
+    "bytes missing": header("{" + ENTRY + "}", b"\0" * 3),
+    "a hole": header("{" + ENTRY.replace("[0,4]", "[4,8]") + "}", b"\0" * 8),
+    "no tensors": header("{}"),
+    "a pickle": b"\x80\x04\x95" + b"\0" * 40,
+    "a zip": b"PK\x03\x04" + b"\0" * 40,
+}
+
+
+@pytest.mark.parametrize("fault", HEADERS)
+def test_a_broken_file_is_refused_at_once(fault: str, tmp_path: Path) -> None:
+    """No crash, no gigabytes, no waiting."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(HEADERS[fault])
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 3, "lora_alpha": 7}))
+    began = time.monotonic()
+    with pytest.raises(AdapterError, match="adapter_model.safetensors must be a whole safetensors file|must hold tensors"):
+        load_adapter(tmp_path, BASE)
+    assert time.monotonic() - began < 5
+
+
+CONFIGS: dict[str, str] = {
+    "empty": "",
+    "no JSON": "{'r': 3}",
+    "deep nesting": "[" * 200_000,
+    "not text": "\udcff",
+    "a number of a million digits": '{"r": ' + "9" * 1_000_000 + "}",
+    "r twice": '{"r": 3, "r": 4, "lora_alpha": 7}',
+    "null": "null",
+    "text": '"r"',
+    "20 MB": '{"r": 3, "lora_alpha": 7, "x": "' + "x" * 20_000_000 + '"}',
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_broken_config_is_refused_at_once(fault: str, tmp_path: Path) -> None:
+    """The config is named."""
+    write_all(tmp_path, build("linear")[1])
+    (tmp_path / "adapter_config.json").write_text(CONFIGS[fault], errors="surrogateescape")
+    began = time.monotonic()
+    with pytest.raises(AdapterError, match="^adapter config adapter_config.json must"):
+        load_adapter(tmp_path, BASE)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "(a+)+$",
+        "(.*)*x",
+        "(.*a){30}",
+        "(a|a)*b",
+        r"(?:\w+\.?)+!",
+        ".*.*.*.*.*.*x",
+        "(a?){40}a{40}",
+        "a?" * 40 + "!",
+        "(x|y|z|w)" * 20,
+    ]
+    + ["(?=.*.*.*.*.*.*x)", "x" * 5000, "((((((((((.*)*)*)*)*)*)*)*)*)*)*", r"(\w*)*\1", "(" * 300 + ")" * 300],
+    ids=lambda key: key[:30],
+)
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_cannot_hang_the_loader(field: str, key: str, tmp_path: Path) -> None:
+    """Keys that could take forever are refused by name, or done at once."""
+    config, files, options = build("linear")[1]
+    write_all(tmp_path, (config | {field: {key: 3}}, files, options))
+    began = time.monotonic()
+    try:
+        load_adapter(tmp_path, BASE)
+    except AdapterError as error:
+        assert f"adapter_config field {field}" in str(error) and len(str(error)) < 400
+    assert time.monotonic() - began < 5
+
+
+def test_a_pattern_for_each_module_is_quick(tmp_path: Path) -> None:
+    """EVA writes one for each: 20,000 keys take no longer than 20,000 look-ups."""
+    config, files, options = build("linear")[1]
+    many = {f"model.layers.{layer}.mlp.experts.{e}.down_proj": 3 for layer in range(100) for e in range(200)}
+    write_all(tmp_path, (config | {"rank_pattern": many, "alpha_pattern": {key: 7 for key in many}}, files, options))
+    began = time.monotonic()
+    load_adapter(tmp_path, BASE)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**12},
+        {"num_experts": 10**12},
+        {"hidden_size": 10**30},
+        {"moe_intermediate_size": 2**40},
+        {"num_experts": 2**20},
+    ]
+    + [
+        {"mlp_only_layers": {"a": 1}},
+        {"num_experts": True},
+        {"num_experts": [5, 4]},
+        {"model_type": "llama4", "interleave_moe_layer_step": 0},
+    ],
+    ids=str,
+)
+def test_an_absurd_base_is_refused_at_once(change: dict[str, Any], tmp_path: Path) -> None:
+    """Before anything is allocated for it."""
+    write_all(tmp_path, build("linear")[1])
+    began = time.monotonic()
+    with pytest.raises(AdapterError, match="^config field"):
+        load_adapter(tmp_path, BASE | change)
+    assert time.monotonic() - began < 5
+
+
+def test_links_and_folders_in_place_of_files(tmp_path: Path) -> None:
+    """A link to a good file is followed, as in the cache of a hub; a broken one, a folder, a device is refused."""
+    good = tmp_path / "good"
+    good.mkdir()
+    write_all(good, build("linear")[1])
+    for name, target in (
+        ("linked", good / "adapter_model.safetensors"),
+        ("broken", tmp_path / "nowhere"),
+        ("device", Path("/dev/zero")),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_config.json").symlink_to(good / "adapter_config.json")
+        (folder / "adapter_model.safetensors").symlink_to(target)
+    assert load_adapter(tmp_path / "linked", BASE).rank == RANK
+    folder = tmp_path / "folder"
+    (folder / "adapter_model.safetensors").mkdir(parents=True)
+    for name in ("broken", "device", "folder"):
+        with pytest.raises(AdapterError, match="path must hold adapter_model.safetensors"):
+            load_adapter(tmp_path / name, BASE)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("adapter_model.bin", r"is a pickle and is not opened; convert it with safetensors.torch.save_file\(torch.load"),
+        ("adapter_model.pt", "is a pickle"),
+        ("adapters.npz", "is no safetensors file"),
+        ("adapter.gguf", "is no safetensors file"),
+        ("adapter_model-00001-of-00002.safetensors", "is one of several shards"),
+    ],
+)
+def test_other_weight_files_are_named(name: str, hint: str, tmp_path: Path) -> None:
+    """What is there instead, and what to do with it."""
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(AdapterError, match=f"path must hold adapter_model.safetensors, .*got {name} in .*{hint}"):
+        load_adapter(tmp_path, BASE)
+
+
+def test_two_adapters_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """PEFT's and mlx-lm's files side by side; the same tensor in two files."""
+    write_all(tmp_path, build("linear")[1])
+    write_all(tmp_path, build("mlx")[1])
+    with pytest.raises(
+        AdapterError, match="path must hold one adapter, got adapter_model.safetensors and adapters.safetensors"
+    ):
+        load_adapter(tmp_path, BASE)
+    (tmp_path / "adapters.safetensors").rename(tmp_path / "fused_expert_lora.safetensors")
+    write_all(tmp_path, build("linear")[1])
+    (tmp_path / "fused_expert_lora.safetensors").write_bytes((tmp_path / "adapter_model.safetensors").read_bytes())
+    with pytest.raises(AdapterError, match="must be in one file of the adapter, got it in two"):
+        load_adapter(tmp_path, BASE)
+
+
+def test_a_file_of_ktransformers_is_found_from_either_path(tmp_path: Path) -> None:
+    """The file with the attention alone would change nothing of the experts."""
+    pairs, written = build("ktransformers")
+    write_all(tmp_path, written)
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors", tmp_path / "fused_expert_lora.safetensors"):
+        adapter = load_adapter(path, BASE)
+        want = dense(pairs, GEOMETRY, 0, "gate", 7 / RANK)
+        torch.testing.assert_close(adapter.delta_weight(0, "gate").double(), want, rtol=1e-5, atol=1e-5)
+        assert len(adapter.unused) == 1
