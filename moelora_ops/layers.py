@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from . import reference
 from .adapters.pool import PoolLayer
-from .checks import ID_DTYPES, Sizes, check_dtype, check_ids, check_positive, check_tensor, holds
+from .checks import ID_DTYPES, Sizes, check_dtype, check_ids, check_positive, check_tensor, holds, short
+from .kernels import config
 from .meta.fused_experts_lora import check_activation
 from .ops import fused_experts_lora, fused_moe_lora, moe_lora_align_block_size
 
@@ -130,6 +131,64 @@ class MoeRunner(nn.Module):
         if self.base_gate_up is None:
             return self._fused(hidden_states, topk_weights, topk_ids, token_lora_mapping, lora)
         return self._around_callables(hidden_states, topk_weights, topk_ids, token_lora_mapping, lora)
+
+    @torch.no_grad()
+    def warmup(
+        self,
+        max_tokens: int,
+        *,
+        top_k: int,
+        ids_dtype: torch.dtype = torch.int32,
+        mapping_dtype: torch.dtype = torch.int32,
+    ) -> list[int]:
+        """Compile every kernel that batches of 1 to max_tokens tokens need, with adapters and without.
+
+        It runs the layer on zeros, on the current stream, once for each of the few configurations that these batches have (with
+        callables: these too). Then no batch compiles anything, whatever adapters are loaded. Layers of the same sizes,
+        types and options share their kernels: one of them is enough. Where nothing is compiled (CPU) it does nothing.
+
+        Args:
+            max_tokens: the largest batch. top_k: K. ids_dtype, mapping_dtype: of topk_ids and of token_lora_mapping.
+
+        Returns: the numbers of tokens that it ran.
+        Raises: ValueError, TypeError naming the argument, what was expected and what came.
+        """
+        check_positive("max_tokens", max_tokens)
+        check_positive("top_k", top_k)
+        for name, dtype in (("ids_dtype", ids_dtype), ("mapping_dtype", mapping_dtype)):
+            if dtype not in ID_DTYPES:
+                raise TypeError(f"{name} must be {short(ID_DTYPES)}, got {dtype}")
+        num_ids = self.num_experts if self.expert_map is None else self.expert_map.shape[0]
+        if top_k > num_ids:
+            raise ValueError(f"top_k must be <= the number of experts, {num_ids}, got {top_k}")
+        fused = self.base_gate_up is None
+        if not fused and self.lora is None:
+            return []  # all kernels are the callables' own
+        like = self.w2 if self.lora is None else self.lora.lora_b2
+        if not _compiles(like.device):
+            return []
+        run = self._fused if fused else self._around_callables
+        sizes = config.first_sizes(lambda t: self._configurations(t * top_k, like), max_tokens)
+        for num_tokens in reversed(sizes):  # the largest first: the allocator grows once
+            x = like.new_zeros(num_tokens, like.shape[-2])
+            weights = torch.full((num_tokens, top_k), 1 / top_k, device=like.device)
+            ids = (torch.arange(num_tokens * top_k, device=like.device) % num_ids).view(num_tokens, top_k).to(ids_dtype)
+            mapping = torch.zeros(num_tokens, dtype=mapping_dtype, device=like.device)
+            for lora in (None,) if self.lora is None else (None, self.lora):
+                run(x, weights, ids, mapping, lora)
+        return sizes
+
+    def _configurations(self, num_pairs: int, like: Tensor) -> tuple[Any, ...]:
+        """What the kernels of a batch are compiled for."""
+        device, slices, hidden = config.describe(like.device), 2 if self.gated else 1, like.shape[-2]
+        if self.base_gate_up is None:
+            problem = config.Problem(num_pairs, self.num_experts, hidden, self.w2.shape[2], slices, like.dtype)
+            return (config.experts(problem, device),)
+        assert self.lora is not None, "without adapters the runner has no kernels"
+        inner = self.lora.lora_a2.shape[3]
+        up = config.Problem(num_pairs, self.num_experts, hidden, inner, slices, like.dtype)
+        down = config.Problem(num_pairs, self.num_experts, inner, hidden, 1, like.dtype)
+        return config.delta(up, device), config.delta(down, device)
 
     def _fused(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, mapping: Tensor | None, lora: PoolLayer | None
@@ -263,6 +322,11 @@ class FusedMoEWithLoRA(MoeRunner):
         sizes.bind("w13", w13, "E", "S*I", "H")
         sizes.bind("w2", w2, "E", "H", "I")
         super().__init__(_as_parameter(w13), _as_parameter(w2), num_experts=w13.shape[0], lora=lora, **options)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled for a device when they are first called."""
+    return device.type == "cuda"
 
 
 def _as_parameter(tensor: Tensor) -> nn.Parameter:

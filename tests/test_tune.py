@@ -53,8 +53,7 @@ class FakeTimer:
 
     def layers(self, configs: Sequence[Experts], num_tokens: int) -> list[Layer]:
         def us(tiles: Experts) -> float:
-            stages = search.DIRECT_STAGES if tiles.direct else search.STAGES
-            return sum(self.cost(stage, tiles, num_tokens) for stage in stages) + self.cost("layer", tiles, num_tokens)
+            return sum(self.cost(stage, tiles, num_tokens) for stage in (*search.STAGES, "layer"))
 
         return [Layer(us(tiles) / 2, us(tiles) / 2) for tiles in configs]
 
@@ -85,6 +84,7 @@ def test_candidates_are_valid_and_few(num_tokens: int) -> None:
 
 def test_candidates_follow_the_rows_and_the_device() -> None:
     """Few rows are tried on small tiles, many on large ones; a small GPU gets what fits, fp32 the rule alone."""
+
     def heights(num_tokens: int) -> set[int]:
         return {t.gate_up.block_m for f in candidates.families(rule(num_tokens), problem(num_tokens), H200) for t in f}
 
@@ -135,6 +135,7 @@ def test_planted_winner_is_found() -> None:
 
 def test_rows_of_a_block_and_splits_are_shared() -> None:
     """gate_up and down win together, with one block_m, and a shrink's splits are those that its expand sums."""
+
     def cost(stage: str, tiles: Experts, size: int) -> float:
         if stage == "gate_up":  # alone it would like 32 rows
             return 9.0 if tiles.gate_up.block_m == 32 else 10.0
@@ -209,6 +210,7 @@ def test_wrong_values_are_never_written() -> None:
 
 def test_what_does_not_run_is_passed_over() -> None:
     """A stage that fails takes forever; when everything but the rule fails, the rule stands."""
+
     def cost(stage: str, tiles: Experts, size: int) -> float:
         return math.inf if part(tiles, "gate_up") != part(rule(32), "gate_up") else planted(stage, tiles, size)
 
@@ -371,13 +373,12 @@ def test_the_timer_runs_every_stage(direct: bool, monkeypatch: pytest.MonkeyPatc
     cpu = torch.device("cpu")
     timer = measure.DeviceTimer(Cell("half", 2, 2), cpu, inputs.Weights(cpu), lambda jobs: {})  # type: ignore[arg-type]
     tiles = replace(PLANTED, gate_up=Gemm(16, 64, 128, 4, 2), down=Gemm(16, 64, 128, 4, 2), combine_n=256, direct=direct)
-    names = search.DIRECT_STAGES if direct else search.STAGES
     with torch.inference_mode():
         assert timer.is_right(tiles, 2), timer.errors
-        times = timer.stages(tiles, 2, names)
+        times = timer.stages(tiles, 2, search.STAGES)
         (layer,) = timer.layers([tiles], 2)
         assert timer.errors == {}
-        assert list(times) == list(names) and all(0 < us < math.inf for us in times.values())
+        assert list(times) == list(search.STAGES) and all(0 < us < math.inf for us in times.values())
         assert 0 < layer.base < math.inf and 0 < layer.lora < math.inf
         broken = replace(tiles, gate_up=replace(tiles.gate_up, block_n=24))
         times = timer.stages(broken, 2, ["gate_up", "combine"])

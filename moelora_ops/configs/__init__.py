@@ -1,1 +1,1 @@
-"""Tuned kernel configurations, one JSON file per op, shape and device; none ships yet: the rules of kernels/config.py apply."""
+"""Tuned kernel configurations, one JSON file per op, shape and device (docs/tuning.md); elsewhere kernels/config.py has rules."""

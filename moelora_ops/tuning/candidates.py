@@ -54,9 +54,8 @@ def _sorted(base: Experts, problem: Problem) -> Iterator[Experts]:
     shrinks = [(m, s) for m, shapes in _SHRINKS.items() if m == 16 or m <= rows for s in shapes]
     if problem.num_pairs <= 256:
         shrinks += [(16, s) for s in _SPLIT]
-    for segment_m, shape in shrinks:
-        yield replace(base, segment_m=segment_m, shrink13=Shrink(*shape), shrink2=Shrink(*shape))
-    yield from (replace(base, combine_n=n) for n in (256, 512, 1024))
+    yield from _shrink_trials(base, shrinks)
+    yield from _combine_trials(base)
 
 
 def _gemm_trials(base: Experts, block_m: int) -> Iterator[Experts]:
@@ -78,4 +77,15 @@ def _direct(base: Experts) -> Iterator[Experts]:
         yield replace(base, gate_up=gemm, down=gemm)
     plain = Gemm(16, 64, 128, 4, 3, expand_stages=1)  # weights not by the copy engine
     yield replace(base, gate_up=plain, down=plain)
+    yield from _shrink_trials(base, [(base.segment_m, shape) for shape in [*_SHRINKS[16], *_SPLIT]])
+    yield from _combine_trials(base)
+
+
+def _shrink_trials(base: Experts, shrinks: list[tuple[int, tuple[int, int, int, int]]]) -> Iterator[Experts]:
+    """Both shrinks with the same tiles, the GEMMs as they are."""
+    for segment_m, shape in shrinks:
+        yield replace(base, segment_m=segment_m, shrink13=Shrink(*shape), shrink2=Shrink(*shape))
+
+
+def _combine_trials(base: Experts) -> Iterator[Experts]:
     yield from (replace(base, combine_n=n) for n in (256, 512, 1024))

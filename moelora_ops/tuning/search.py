@@ -20,7 +20,6 @@ from .candidates import families
 NOISE = 0.02  # less is neither a gain nor a loss
 FINALISTS = 2  # of each stage and size of block
 STAGES = ("shrink13", "gate_up", "shrink2", "down", "combine")
-DIRECT_STAGES = ("gate_up", "down", "combine")
 
 Part = tuple[Any, ...]  # what the time of a stage depends on
 
@@ -127,7 +126,7 @@ def _combined(trials: list[Experts], sizes: list[int], problem: Problem, device:
     for size in sizes:
         at_size = times if size == key else _times(trials, size, timer, only=finalists)
         # The whole layer of the first trial is 1 at each size, so that no size and no stage weighs more than it takes.
-        scale = sum(at_size[stage, part(trials[0], stage)] for stage in _stages(trials[0]))
+        scale = sum(at_size[stage, part(trials[0], stage)] for stage in STAGES)
         for which in finalists:
             scores[which] += at_size[which] / scale if math.isfinite(scale) else math.inf
     best = min(_combinations(trials[0], scores), key=lambda found: found[0], default=(math.inf, None))
@@ -141,11 +140,7 @@ def part(tiles: Experts, stage: str) -> Part:
     if stage in ("shrink13", "shrink2"):
         return (getattr(tiles, stage), tiles.segment_m)
     shrink = tiles.shrink13 if stage == "gate_up" else tiles.shrink2
-    return (getattr(tiles, stage), 0 if tiles.direct else shrink.splits)  # the expand sums them
-
-
-def _stages(tiles: Experts) -> tuple[str, ...]:
-    return DIRECT_STAGES if tiles.direct else STAGES
+    return (getattr(tiles, stage), shrink.splits)  # the expand sums them
 
 
 def _times(
@@ -154,7 +149,7 @@ def _times(
     """Time of each stage in each of its forms, once."""
     times: dict[tuple[str, Part], float] = {}
     for tiles in trials:
-        forms = {stage: (stage, part(tiles, stage)) for stage in _stages(tiles)}
+        forms = {stage: (stage, part(tiles, stage)) for stage in STAGES}
         names = [stage for stage, form in forms.items() if form not in times and (only is None or form in only)]
         if names:
             times |= {forms[stage]: time for stage, time in timer.stages(tiles, num_tokens, names).items()}
@@ -167,7 +162,7 @@ def _finalists(first: Experts, times: Mapping[tuple[str, Part], float]) -> list[
     for stage, form in times:
         groups[stage, _fits(stage, form)].append((stage, form))
     best = [form for forms in groups.values() for form in sorted(forms, key=times.__getitem__)[:FINALISTS]]
-    return list(dict.fromkeys([*((stage, part(first, stage)) for stage in _stages(first)), *best]))
+    return list(dict.fromkeys([*((stage, part(first, stage)) for stage in STAGES), *best]))
 
 
 def _fits(stage: str, form: Part) -> Any:
@@ -177,20 +172,15 @@ def _fits(stage: str, form: Part) -> Any:
     return (form[0].splits, form[1]) if stage.startswith("shrink") else (form[0].block_m, form[1])
 
 
-def _combinations(
-    first: Experts, scores: Mapping[tuple[str, Part], float]
-) -> Iterator[tuple[float, Experts]]:
+def _combinations(first: Experts, scores: Mapping[tuple[str, Part], float]) -> Iterator[tuple[float, Experts]]:
     """Every configuration that the scored stages make, with the sum of their scores."""
-    forms = {stage: [form for name, form in scores if name == stage] for stage in _stages(first)}
+    forms = {stage: [form for name, form in scores if name == stage] for stage in STAGES}
     combine = min(forms["combine"], key=lambda form: scores["combine", form])
     for gate_up, down in itertools.product(forms["gate_up"], forms["down"]):
         if gate_up[0].block_m != down[0].block_m:
             continue
         tiles = replace(first, gate_up=gate_up[0], down=down[0], combine_n=combine[0])
         score = scores["combine", combine] + scores["gate_up", gate_up] + scores["down", down]
-        if first.direct:
-            yield score, tiles
-            continue
         for shrink13, shrink2 in itertools.product(forms["shrink13"], forms["shrink2"]):
             if shrink13[1] == shrink2[1] and (shrink13[0].splits, shrink2[0].splits) == (gate_up[1], down[1]):
                 shrinks = scores["shrink13", shrink13] + scores["shrink2", shrink2]
