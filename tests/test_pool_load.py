@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moelora_ops import AdapterError, LoraAdapter, load_adapter
 from moelora_ops.adapters import MoeGeometry, ProjectionLora, factors
-from moelora_ops.adapters.progress import reporter
 from moelora_ops.testing.adapter_files import BASE, fused, per_expert, write
 from moelora_ops.testing.adapters import random_adapter
 from moelora_ops.testing.oracle import assert_bitwise
@@ -164,22 +163,22 @@ def test_progress_is_a_callback_a_line_or_nothing(monkeypatch: pytest.MonkeyPatc
     pool, adapter, steps = pool_for(GATED), random_adapter(GATED, rank=4), []
     pool.load(adapter, 0, progress=lambda done, total: steps.append((done, total)))
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    stderr = io.StringIO()
+    stderr, quiet = io.StringIO(), "moelora_ops.adapters.progress._QUIET_SECONDS"
     monkeypatch.setattr(sys, "stderr", stderr)
-    pool.load(adapter, 0)
-    monkeypatch.setattr(stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(quiet, -1.0)  # even a load that takes long
     pool.load(adapter, 0)
     pool.load(adapter, 0, progress=False)
+    monkeypatch.setattr(quiet, 100.0)
+    monkeypatch.setattr(stderr, "isatty", lambda: True, raising=False)
+    pool.load(adapter, 0)
     assert stderr.getvalue() == ""
+    monkeypatch.setattr(quiet, -1.0)
+    pool.load(adapter, 0)
+    line = "".join(f"\rloading random: {done:3d} %" for done in (25, 50, 75, 100)) + "\n"
+    assert stderr.getvalue() == line
+    monkeypatch.setattr(quiet, 100.0)
     pool.load(adapter, 0, progress=True)
-    assert stderr.getvalue().split("\r") == [
-        "",
-        *(f"loading random: {done:3d} %" for done in (25, 50, 75)),
-        "loading random: 100 %\n",
-    ]
-    monkeypatch.setattr("moelora_ops.adapters.progress._QUIET_SECONDS", -1.0)
-    reporter(None, "slow")(1, 2)
-    assert "loading slow:  50 %" in stderr.getvalue()
+    assert stderr.getvalue() == 2 * line
     with pytest.raises(TypeError, match="^progress must be None, a bool or a callable"):
         pool.load(adapter, 0, progress=3)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moelora_ops import AdapterError, FusedMoEWithLoRA, LoraAdapter, LoraPool
+from moelora_ops import AdapterError, FusedMoEWithLoRA, LoraAdapter, LoraPool, layers
 from moelora_ops.adapters import MoeGeometry, PoolLayer
 from moelora_ops.testing.adapters import random_adapter
 from moelora_ops.testing.cases import CASES, Case, Inputs
@@ -204,6 +204,19 @@ def test_nothing_of_the_other_kind_is_read(build: Any) -> None:
         got, keep = run(runner, inputs), others | (slots < 0)
         assert_bitwise(got[keep], clean[keep])
         assert got[~keep].isnan().any()
+
+
+def test_every_pair_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of the op, each with the pairs of its own kind: the base's work does not double."""
+    inputs, lora = both_kinds(Case("kinds", num_tokens=30, max_loras=4).make(), per_expert=2)
+    runner, seen, op = around_weights(inputs), [], layers.fused_experts_lora
+    runner.lora = lora
+    monkeypatch.setattr(layers, "fused_experts_lora", lambda *args, **kwargs: (seen.append(args[4]), op(*args, **kwargs))[1])
+    run(runner, inputs)
+    assert len(seen) == 2 and seen[0].ge(0).logical_xor(seen[1].ge(0)).all()
+    assert_bitwise(torch.maximum(*seen), inputs.topk_ids)
+    last = (inputs.token_lora_mapping >= 2)[:, None].expand(-1, 2)
+    assert last.any() and not last.all() and seen[1].ge(0).equal(last)
 
 
 def test_bad_inputs_of_both_kinds_are_named() -> None:
