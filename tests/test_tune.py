@@ -390,3 +390,17 @@ def test_the_timer_runs_every_stage(direct: bool, monkeypatch: pytest.MonkeyPatc
 def run_wrongly(tiles: Experts, batch: Any, adapters: bool) -> torch.Tensor:
     args, options = batch.experts(adapters=adapters)
     return moelora_ops.fused_experts_lora(*args, **options) * (1.1 if adapters else 1.0)
+
+
+def test_processes_compile_each_job_once() -> None:
+    """What fails comes back as a message of its job; what was compiled is not compiled again. (In the interpreter: nothing.)"""
+    pytest.importorskip("triton")
+    compiler = compiling.Compiler(num_processes=1)
+    tiles = replace(PLANTED, gate_up=Gemm(16, 64, 128, 4, 2), down=Gemm(16, 64, 128, 4, 2))
+    good, bad = (compiling.Job(SHAPES["tiny"], tiles, True, device) for device in ("cpu", "abacus"))
+    try:
+        failed = compiler([good, bad, good])
+        assert list(failed) == [bad] and "abacus" in failed[bad]
+        assert compiler([good, bad]) == {}
+    finally:
+        compiler.close()

@@ -107,6 +107,7 @@ class DeviceTimer:
         if plan is None:
             return dict.fromkeys(names, math.inf)
         bound = [_filled(plan.bind(call)) for call in calls]
+        self._synchronize()  # the first runs are on a stream of their own
         return {name: self._attempt(lambda: _stage_us(plan, name, bound), math.inf) for name in names}
 
     def _attempt(self, function: Callable[[], Any], otherwise: Any) -> Any:

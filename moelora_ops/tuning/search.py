@@ -18,7 +18,8 @@ from ..kernels.config import Device, Experts, Problem, is_valid
 from .candidates import families
 
 NOISE = 0.02  # less is neither a gain nor a loss
-FINALISTS = 2  # of each stage and size of block
+FINALISTS = 2  # of each stage and size of block,
+NEAR = 1.2  # GEMMs at most so much slower than the rule's: a shrink that wants other splits may pay for it
 STAGES = ("shrink13", "gate_up", "shrink2", "down", "combine")
 
 Part = tuple[Any, ...]  # what the time of a stage depends on
@@ -159,8 +160,9 @@ def _times(
 def _finalists(first: Experts, times: Mapping[tuple[str, Part], float]) -> list[tuple[str, Part]]:
     """The stages of the first trial, which win where nothing is better, and the best among those that fit the same others."""
     groups: defaultdict[Any, list[tuple[str, Part]]] = defaultdict(list)
-    for stage, form in times:
-        groups[stage, _fits(stage, form)].append((stage, form))
+    for (stage, form), time in times.items():
+        if stage not in ("gate_up", "down") or time <= NEAR * times[stage, part(first, stage)]:
+            groups[stage, _fits(stage, form)].append((stage, form))
     best = [form for forms in groups.values() for form in sorted(forms, key=times.__getitem__)[:FINALISTS]]
     return list(dict.fromkeys([*((stage, part(first, stage)) for stage in STAGES), *best]))
 
