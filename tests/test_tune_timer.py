@@ -1,4 +1,4 @@
-"""What `moelora tune` runs: stages, layers and checks of a configuration, and the processes that compile, in the interpreter."""
+"""What `moelora tune` runs: stages, layers and checks of tiles, and the processes that compile; in the interpreter."""
 
 from __future__ import annotations
 
