@@ -86,10 +86,10 @@ def make_adapter(model: torch.nn.Module, folder: Path, rank: int, seed: int) -> 
         return adapted.merge_and_unload()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3_moe")
-    name = parser.parse_args().model
+    name = parser.parse_args(arguments).model
     model = make_model(name)
     with tempfile.TemporaryDirectory() as folder:
         merged = {f"adapter{i}": make_adapter(model, Path(folder, f"adapter{i}"), 2 + 2 * i, seed=i) for i in range(3)}
