@@ -114,6 +114,17 @@ def test_shared_outer_factors_stay_one_tensor(name: str, base_name: str, tmp_pat
     assert adapter.shared_outer
 
 
+def test_equal_factors_of_some_experts_stay_per_expert(tmp_path: Path) -> None:
+    """Only what all of them share becomes one row."""
+    base, rank = BASES["plain"]
+    pairs = random_pairs(base, rank)
+    for a, b in pairs[1].values():
+        a[-1], b[-1] = a[0], b[0]
+    adapter = load_adapter(write_all(tmp_path, formats.as_linear(pairs, base, rank)), base)
+    assert_changes(adapter, pairs, base, 7 / rank)
+    assert not adapter.shared_outer
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_factors_keep_the_dtype_of_the_file(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -217,3 +228,123 @@ def test_one_wrapper_without_target_parameters(tmp_path: Path) -> None:
     chosen = {n: t for n, t in files["adapter_model.safetensors"].items() if "base_layer" not in n}
     with pytest.raises(AdapterError, match="target_parameters must name the parameter of .*fits up_proj and down_proj"):
         load_adapter(write_all(tmp_path, (config, {"adapter_model.safetensors": chosen}, {})), plain)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_shared_factor_has_one_rank_and_one_scaling(field: str, tmp_path: Path) -> None:
+    """A pattern for one expert's side alone leaves the shared side's meaning open: refused, naming both."""
+    base, rank = BASES["plain"]
+    config, files, _ = formats.as_mixed(random_pairs(base, rank, shared_outer=True), base, rank)
+    write_all(tmp_path, (config | {field: {r"experts\.1\.gate_proj": 2}}, files, {}))
+    with pytest.raises(
+        AdapterError, match=r"experts\.gate_proj\.lora_A\.weight must have one rank and one scaling with .*\.1\.gate"
+    ):
+        load_adapter(tmp_path, base)
+
+
+def test_a_shared_factor_needs_all_experts(tmp_path: Path) -> None:
+    """An expert whose own side is missing beside the shared one: left out on purpose, or lost?"""
+    base, rank = BASES["plain"]
+    config, files, _ = formats.as_mixed(random_pairs(base, rank, shared_outer=True), base, rank)
+    del files["adapter_model.safetensors"][f"{formats.PREFIX}1.mlp.experts.2.up_proj.lora_B.weight"]
+    with pytest.raises(AdapterError, match="must have siblings for all 5 experts.* got none for expert 2"):
+        load_adapter(write_all(tmp_path, (config, files, {})), base)
+
+
+def test_forms_are_not_mixed_in_a_layer(tmp_path: Path) -> None:
+    """gate_up beside gate; one tensor for all experts beside one for each; A and B under different names of a projection."""
+    base, rank = BASES["plain"]
+    pairs = random_pairs(base, rank, one_a=True)
+    config, stacked, _ = formats.as_stacked(pairs, base, rank)
+    fused = formats.as_stacked_gate_up(pairs, base, rank)[1]["adapter_model.safetensors"]
+    linear = formats.as_linear(pairs, base, rank)[1]["adapter_model.safetensors"]
+    both = {"adapter_model.safetensors": fused | stacked["adapter_model.safetensors"]}
+    with pytest.raises(AdapterError, match="gate and up must be in one form in a layer, got .*gate_up_proj.* and .*gate_proj"):
+        load_adapter(write_all(tmp_path, (config, both, {})), base)
+    both = {"adapter_model.safetensors": linear | stacked["adapter_model.safetensors"]}
+    with pytest.raises(AdapterError, match="experts must be in one tensor or in one each"):
+        load_adapter(write_all(tmp_path, (config, both, {})), base)
+    renamed = {n.replace("gate_proj.lora_B", "w1.lora_B"): t for n, t in linear.items()}
+    with pytest.raises(
+        AdapterError, match=r"0\.gate_proj must have lora_A and lora_B, got .*gate_proj.lora_A.* and .*w1.lora_B"
+    ):
+        load_adapter(write_all(tmp_path, (config, {"adapter_model.safetensors": renamed}, {})), base)
+
+
+@pytest.mark.parametrize("name", ["stacked gate_up", "stacked gate_up, two A"])
+def test_a_stacked_gate_up_of_an_interleaved_base_is_refused(name: str, tmp_path: Path) -> None:
+    """Whether its rows alternate is shown nowhere: gate and up apart are clear."""
+    (writer, needs), (base, rank) = FORMATS[name], BASES["gpt-oss"]
+    written = writer(random_pairs(base, rank, one_a=ONE_A in needs), base, rank)
+    with pytest.raises(AdapterError, match="gate_up_proj.* must have rows in a known order.*save them apart"):
+        load_adapter(write_all(tmp_path, written), base)
+
+
+@pytest.mark.parametrize("projection", ["gate_proj", "w1", "gate_up_proj"])
+def test_a_base_without_gate_takes_none(projection: str, tmp_path: Path) -> None:
+    """Nemotron-H's experts have up and down."""
+    base, rank = BASES["not gated"]
+    config, files, _ = formats.as_linear(random_pairs(base, rank), base, rank)
+    files["adapter_model.safetensors"] = {
+        n.replace("up_proj", projection): t for n, t in files["adapter_model.safetensors"].items() if "up_proj" in n
+    }
+    with pytest.raises(AdapterError, match="projection must be up or down .the base's have no gate., got gate"):
+        load_adapter(write_all(tmp_path, (config, files, {})), base)
+
+
+def test_mlx_names_of_a_plain_mlp(tmp_path: Path) -> None:
+    """fc1 is up and fc2 is down where there is no gate; a gated base has no such names."""
+    base, rank = BASES["not gated"]
+    pairs = random_pairs(base, rank)
+    config, files, _ = formats.as_mlx(pairs, base, rank)
+    names = {"up_proj": "fc1", "down_proj": "fc2"}
+    renamed = {".".join(names.get(p, p) for p in n.split(".")): t for n, t in files["adapters.safetensors"].items()}
+    write_all(tmp_path, (config, {"adapters.safetensors": renamed}, {}))
+    assert_changes(load_adapter(tmp_path, base), pairs, base, 7 / rank)
+    with pytest.raises(
+        AdapterError, match="projection must be gate_proj, up_proj or down_proj of a gated base, got fc1 or fc2"
+    ):
+        load_adapter(tmp_path, geometry("qwen3_moe", 4, 20, 12))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 3, "lora_alpha": 7}, "adapter_config must have mlx-lm's lora_parameters.scale"),
+        ({"lora_parameters": {"rank": 3}}, "field lora_parameters.scale must be a finite number, got None"),
+        ({"lora_parameters": {"rank": 3, "scale": 2.0, "alpha": 16}}, "field lora_parameters.alpha must be absent, got 16"),
+        ({"fine_tune_type": "full", "lora_parameters": {"rank": 3, "scale": 2.0}}, "fine_tune_type must be lora, got 'full'"),
+        (
+            {"fine_tune_type": "lora", "use_dora": True, "lora_parameters": {"rank": 3, "scale": 2.0}},
+            "must be lora, got 'dora'",
+        ),
+        ({"lora_parameters": 3}, "field lora_parameters must be an object"),
+    ],
+)
+def test_configs_of_mlx_that_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Another tool's config beside mlx-lm's tensors, a factor that is not given or not clear, other kinds of training."""
+    base, rank = BASES["plain"]
+    _, files, _ = formats.as_mlx(random_pairs(base, rank), base, rank)
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(write_all(tmp_path, (config, files, {})), base)
+
+
+@pytest.mark.parametrize("model_type", ["", "qwen3_vl_moe"])
+def test_an_unknown_storage_is_not_guessed(model_type: str, tmp_path: Path) -> None:
+    """peft_version decides nothing where the storage is not known, or was changed between two transformers."""
+    base = geometry(model_type, 4, 16, 16)
+    config, files, _ = formats.as_parameters(random_pairs(base, 3, one_a=True), base, 3)
+    down = {n: t for n, t in files["adapter_model.safetensors"].items() if "base_layer" not in n}
+    write_all(tmp_path, (config | {"target_parameters": ["experts.down_proj"]}, {"adapter_model.safetensors": down}, {}))
+    with pytest.raises(AdapterError, match="must show its orientation.* peft_version, got '0.21.2', does not decide"):
+        load_adapter(tmp_path, base)
+    assert load_adapter(tmp_path, base, orientation="natural").rank == 3
+
+
+@pytest.mark.parametrize("flag", ["false", 0, []], ids=str)
+def test_a_flag_is_true_or_false(flag: Any, tmp_path: Path) -> None:
+    """The text "false" would count as true."""
+    base, rank = BASES["plain"]
+    config, files, _ = formats.as_linear(random_pairs(base, rank), base, rank)
+    with pytest.raises(AdapterError, match="field use_rslora must be true or false, got"):
+        load_adapter(write_all(tmp_path, (config | {"use_rslora": flag}, files, {})), base)

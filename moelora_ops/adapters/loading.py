@@ -80,7 +80,10 @@ def load(
         reading = reader.read(tensors, names, fields, geometry) if reader else NOTHING
     adapter = LoraAdapter(weights[0].absolute().parent.name, geometry, reading.layers, unused)
     if max_rank is not None and adapter.rank > max_rank:
-        raise AdapterError(f"{adapter.name}: rank must be <= max_rank = {max_rank}, got {adapter.rank}")
+        layer, name = next((i, n) for i, p in adapter.layers.items() for n, lora in p.items() if lora.rank == adapter.rank)
+        raise AdapterError(
+            f"{adapter.name}: rank must be <= max_rank = {max_rank}, got {adapter.rank} in {name} of layer {layer}"
+        )
     return adapter, reading
 
 

@@ -9,7 +9,7 @@ from .geometry import MoeGeometry
 
 # Only prefixes of the decoder layers: `mtp.layers.0` or the layers of a vision tower are others.
 _PREFIX = r"(?:(?:model|language_model|text_model|backbone|thinker|llm|transformer|decoder)\.)*"
-_MODULE = r"(?:(?:mlp|block_sparse_moe|feed_forward|ffn|mixer|moe)\.)?"
+_MODULE = r"(?:(?:mlp|block_sparse_moe|feed_forward|ffn|mixer|moe)\.){0,2}"
 # What torch.compile, FSDP, activation checkpointing and DDP put between the modules of a state dict.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 # The name of the adapter is in the key where a state dict was saved without PEFT.

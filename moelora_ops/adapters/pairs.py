@@ -195,7 +195,7 @@ class _Projection:
         else:
             for expert in self.experts:
                 self.tensors.read_into(side[expert].name, self._part(stack, expert, is_a))
-        if not is_finite(stack):  # in one go: a file may have 100,000 tensors
+        if not full or not is_finite(stack):  # in one go where it can be: a file may have 100,000 tensors
             for expert in self.experts:
                 check_finite(side[expert].name, self._part(stack, expert, is_a))
         # Some exporters copy what all experts share: one row then, as in the files that do not.

@@ -26,7 +26,7 @@ _LONGEST = {"digits": 9, "part": 40, "all": 120}  # of a path: what a repeated c
 
 class Patterns:
     """Values by regular expression: the first key, in the order of the file, that matches the path or what follows one of its
-    dots.
+    dots. Dots between plain names stand for themselves, which lets 20,000 of them be looked up at once.
 
     Raises: AdapterError naming the field for keys that are no regular expressions or could take forever.
     """

@@ -105,7 +105,8 @@ def _targeted(
 
     def is_target(parameter: str) -> bool:
         full = f"{path}.{parameter}"
-        return any(full == target or full.endswith(f".{target}") for target in config.target_parameters)
+        below = full[full.index("layers.") :]  # exporters may write what is above the layers differently here
+        return any(full == t or full.endswith(f".{t}") or t.endswith(f".{below}") for t in config.target_parameters)
 
     parameters = ["gate_up_proj" if geometry.gated else "up_proj", "down_proj"]
     for parameter in parameters:
