@@ -132,6 +132,26 @@ def test_a_block_diagonal_rank_2r_becomes_two_slices_of_rank_r(tmp_path: Path) -
     torch.testing.assert_close(sliced.delta_weight(1, "gate_up"), dense.delta_weight(1, "gate_up"), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("alphas", "scaling"),
+    [({r".*\.gate_up_proj": 16}, 8 / 2**0.5), ({}, 8 / 2), ({r".*\.gate_up_proj": 12}, 12 / 2)],
+    ids=["doubled", "as it was", "another"],
+)
+def test_the_scale_of_a_converted_rslora_adapter(tmp_path: Path, alphas: dict[str, int], scaling: float) -> None:
+    """Rank 2r with 2 alpha is PEFT's conversion of rank r with alpha: alpha / sqrt(r). Any other alpha is somebody's choice."""
+    config, tensors = fused()  # gate_up of rank 4, alpha 8
+    for layer in (1, 2):
+        b = tensors[f"{PREFIX}{layer}.mlp.experts.base_layer.lora_B.weight"].view(20, 4, 4)  # out, j, e
+        b[:10, 2:], b[10:, :2] = 0, 0
+        for half, dim in (("A", 0), ("B", 1)):
+            name = f"{PREFIX}{layer}.mlp.experts.lora_{half}.weight"
+            tensors[name] = tensors[name].narrow(dim, 0, 8).contiguous()  # down of rank 2
+    config |= {"r": 2, "use_rslora": True, "rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": alphas}
+    adapter = load_files(tmp_path, (config, tensors))
+    got = [float(adapter.layers[1][projection].scaling) for projection in ("gate", "up", "down")]
+    assert got == pytest.approx([scaling, scaling, 8 / 2**0.5])
+
+
 def test_tensors_for_other_modules_are_listed_or_with_strict_refused(tmp_path: Path) -> None:
     """Router, shared experts, dense MLP, attention, head."""
     config, tensors = per_expert()

@@ -132,6 +132,10 @@ FUSED = BOTH_KINDS | {
         }),
         "one orientation, got both",
     ),
+    "a layer under two prefixes": (
+        lambda files: (files[0], files[1] | {n.removeprefix("base_model.model.model."): t + 1 for n, t in files[1].items()}),
+        "each layer must have one set of experts, got layers.1.mlp.experts, layers.2.mlp.experts, model.layers.1",
+    ),
     "same tensor without prefix": (add(f"{OUTER}.lora_A.weight".removeprefix("base_model.model."), 16, 10), "one such tensor"),
 }  # fmt: skip
 
