@@ -205,6 +205,8 @@ def test_moe_rank_scaling_of_automodel(name: str, tmp_path: Path) -> None:
         load_adapter(tmp_path, fields)
     with pytest.raises(AdapterError, match="must have shape|must have shapes"):
         load_adapter(tmp_path, fields | {"num_experts_per_tok": 3})
+    with pytest.raises(AdapterError, match="field r must be >= 8, the experts of a token .moe_rank_scaling., got 7"):
+        load_adapter(tmp_path, fields | {"num_experts_per_tok": 8})
 
 
 def test_one_wrapper_without_target_parameters(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ class AdapterConfig:
             raise AdapterError(
                 f"adapter_config field r must be >= {rank_divisor}, the experts of a token (moe_rank_scaling), got {r}"
             )
-        ranks = {key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _object(fields, "rank_pattern").items()}
-        alphas = {key: _number(f"alpha_pattern[{key!r}]", value) for key, value in _object(fields, "alpha_pattern").items()}
+        ranks = {key: _rank(f"rank_pattern[{key!r:.80}]", value) for key, value in _object(fields, "rank_pattern").items()}
+        alphas = {key: _number(f"alpha_pattern[{key!r:.80}]", value) for key, value in _object(fields, "alpha_pattern").items()}
         return cls(
             r=r // rank_divisor,
             lora_alpha=_number("lora_alpha", fields.get("lora_alpha")),
@@ -94,7 +94,7 @@ class AdapterConfig:
         inner = _object(fields, "lora_parameters")
         if inner.get("alpha") is not None:
             raise AdapterError(
-                f"adapter_config field lora_parameters.alpha must be absent, got {inner['alpha']!r}: mlx-lm once multiplied by "
+                f"adapter_config field lora_parameters.alpha must be absent, got {inner['alpha']!r:.40}: mlx-lm once multiplied by "
                 "scale * alpha / rank and later by scale alone; remove alpha and write the factor that applies as scale"
             )
         scale = _number("lora_parameters.scale", inner.get("scale"))

@@ -24,6 +24,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 _MAX_HEADER = 64 * 2**20  # bytes; 100,000 tensors need 18 MiB
 _WEIGHTS = (".bin", ".pt", ".pth", ".npz", ".gguf", ".safetensors")
 _MAX_JSON = 16 * 2**20
+_MAX_NAME = 10_000  # characters of a tensor's name: messages carry it
 
 
 def find(path: str | os.PathLike[str]) -> list[Path]:
@@ -245,6 +246,8 @@ def _parse(file: BinaryIO, size: int) -> dict[str, _Entry]:
 
 
 def _entry(file: BinaryIO, name: str, value: Any, start: int) -> _Entry:
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"a name of {len(name)} characters")
     value = value if isinstance(value, Mapping) else {}
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 else [None]
