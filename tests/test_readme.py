@@ -1,5 +1,6 @@
 """The Python in README and docs runs as printed, and what they say of the repository is so."""
 
+import importlib.util
 import json
 import os
 import re
@@ -24,6 +25,9 @@ def run(page: Path) -> None:
     """Run a page's blocks in order, in one namespace; a block whose first line names a file becomes that module."""
     namespace = vars(sys.modules["__main__"])  # a namespace of no module could not be compiled: guards look names up by module
     for number, source in enumerate(blocks(page), 1):
+        if "from transformers import" in source and importlib.util.find_spec("transformers") is None:
+            print(f"{page.name}, block {number} and those after it need transformers")
+            return
         code = compile(source, f"{page.name}, block {number}", "exec")
         named = re.match(r"# (\S+)\.py\n", source)
         if named is None:

@@ -119,8 +119,9 @@ def lay_out(experts: nn.Module, *, natural_order: bool) -> None:
         weight = experts.get_parameter(name)
         wanted = natural(experts, name) if natural_order else weight.data
         if wanted.stride(-1) != 1:
-            moved = wanted.detach().contiguous()
-            weight.data = moved.transpose(1, 2) if natural_order and experts.is_transposed else moved
+            with torch.inference_mode(False):  # a parameter made inside it could not be trained or loaded outside
+                moved = wanted.detach().contiguous()
+                weight.data = moved.transpose(1, 2) if natural_order and experts.is_transposed else moved
 
 
 def find(model: nn.Module) -> dict[int, nn.Module]:

@@ -77,6 +77,26 @@ def test_replaced_storage_is_an_error_not_a_copy(tiny: Any) -> None:
     model(ids)
 
 
+@stored_both_ways
+def test_inside_inference_mode(family: Any) -> None:
+    """Enabled, loaded and used inside inference_mode as well as outside, in either order."""
+    ids = family.prompts(2)
+    with torch.inference_mode():
+        enabled = family.enable("a", "b")
+        with enabled.adapters(["a", "b"]):
+            expected = family.model(ids).logits
+    with enabled.adapters(["a", "b"]):
+        assert torch.equal(family.model(ids).logits, expected)
+    enabled.load(family.folder / "c", "a")
+    family.model.load_state_dict(family.merged["b"].state_dict())
+    with torch.inference_mode(), enabled.adapters(None):
+        logits = family.model(ids).logits
+    own = family.merged["b"](ids).logits
+    assert (logits - own).norm() < 1e-5 * own.norm()
+    with torch.enable_grad():
+        assert family.model.model.layers[0].mlp.experts.down_proj.requires_grad
+
+
 def test_copies_share_adapters(family: Any) -> None:
     """A deep copy of the model has weights of its own, and the adapters of the block that runs."""
     enabled = family.enable("a", "b", "c")
