@@ -131,6 +131,19 @@ def test_a_pattern_cannot_hang_the_loader(field: str, key: str, tmp_path: Path) 
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [("(a+)+$", "could take forever"), ("[a]" * 400, "1200 characters, more than 1000"), ("a" * 400 + "(", "missing")],
+)
+def test_why_a_pattern_is_refused(key: str, why: str, tmp_path: Path) -> None:
+    """Repetitions in repetitions, length, syntax; the message does not repeat a long key."""
+    config, files, options = build("linear")[1]
+    write_all(tmp_path, (config | {"rank_pattern": {key: 3}}, files, options))
+    with pytest.raises(AdapterError, match=f"field rank_pattern must have regular expressions as keys, got .*{why}") as error:
+        load_adapter(tmp_path, BASE)
+    assert len(str(error.value)) < 300
+
+
 def test_a_pattern_for_each_module_is_quick(tmp_path: Path) -> None:
     """EVA writes one for each: 20,000 keys take no longer than 20,000 look-ups."""
     config, files, options = build("linear")[1]

@@ -94,8 +94,8 @@ class AdapterConfig:
         inner = _object(fields, "lora_parameters")
         if inner.get("alpha") is not None:
             raise AdapterError(
-                f"adapter_config field lora_parameters.alpha must be absent, got {inner['alpha']!r:.40}: mlx-lm once multiplied "
-                "by scale * alpha / rank and later by scale alone; remove alpha and write the factor that applies as scale"
+                f"adapter_config field lora_parameters.alpha must be absent, got {inner['alpha']!r:.40}: mlx-lm once "
+                "multiplied by scale * alpha / rank, later by scale; remove alpha and write the factor that applies as scale"
             )
         scale = _number("lora_parameters.scale", inner.get("scale"))
         return cls(r=_rank("lora_parameters.rank", inner.get("rank")), lora_alpha=scale, factor=scale, options=options)
