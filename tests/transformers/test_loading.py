@@ -38,6 +38,7 @@ def test_slots(family: Any, tmp_path: Path) -> None:
     with enabled.adapters("b"), pytest.raises(ValueError, match="not in use, got 'b'"):
         enabled.unload("b")
     enabled.unload("b")
+    assert enabled.pool.rank(1) == 0 and not enabled._linear_pool.adapter_enabled[1]
     assert enabled.load(family.folder / "a", "f").slot == 1
     assert torch.equal(with_adapter("f"), a), "nothing of the former adapter is left in the slot"
     with pytest.raises(ValueError, match="loaded adapters .*, got 'b'"):
@@ -57,7 +58,14 @@ def q_name(tensors: dict[str, Tensor], half: str) -> str:
     return next(name for name in tensors if f"layers.0.self_attn.q_proj.lora_{half}" in name)
 
 
+def overflow(tensors: dict[str, Tensor]) -> None:
+    """Finite in the file, and infinite when the scaling is multiplied in: found by the pool itself, after all reading."""
+    next(tensor for name, tensor in tensors.items() if "experts.lora_B" in name).fill_(3e38)
+    tensors[q_name(tensors, "B")].mul_(2)
+
+
 BROKEN = {
+    "overflow": (overflow, "must be finite"),
     "half": (lambda t: t.pop(q_name(t, "A")), "must have lora_A and lora_B, got only .*lora_B"),
     "shape": (lambda t: t.update({q_name(t, "B"): torch.zeros(31, 2)}), r"must have shape \(32, 2\).*got \(31, 2\)"),
     "nan": (lambda t: t[q_name(t, "B")].fill_(float("nan")), "must be finite"),

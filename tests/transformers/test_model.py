@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="needs transformers >= 5.17: pip install moelora_ops[test]")
 peft = pytest.importorskip("peft", reason="needs peft to write adapters and to merge them: pip install moelora_ops[test]")
@@ -43,6 +44,25 @@ def test_the_model_stays_as_it_was(family: Any, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes(), name
     family.model.load_state_dict(before["state"])
+
+
+def live_bytes() -> int:
+    """Memory of all tensors that anything refers to, each storage once."""
+    gc.collect()
+    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@stored_both_ways
+def test_no_second_copy_of_the_weights(family: Any) -> None:
+    """Weights in transposed storage are turned in place: what is new in memory is the slots, and closing frees them."""
+    before = live_bytes()
+    enabled = family.enable(max_loras=1, max_rank=1, max_sequences=8, linears=())
+    slots = sum(t.nbytes for layer in range(2) for t in vars(enabled.pool.layer(layer)).values() if isinstance(t, Tensor))
+    assert 0 < live_bytes() - before <= slots + 1000
+    enabled.close()
+    del enabled
+    assert live_bytes() - before <= 1000
 
 
 @stored_both_ways
