@@ -256,6 +256,6 @@ def _entry(file: BinaryIO, name: str, value: Any, start: int) -> _Entry:
     if len(shape) > 8:
         raise ValueError(f"{name} with {len(shape)} dimensions")
     count = offsets[1] - offsets[0]
-    if count < 0 or (dtype in _DTYPES and count != math.prod(shape) * _DTYPES[dtype].itemsize):
+    if dtype in _DTYPES and count != math.prod(shape) * _DTYPES[dtype].itemsize:
         raise ValueError(f"{name} of {count} bytes, where shape {shape} of {dtype} needs others")
     return _Entry(file, dtype, tuple(shape), start + offsets[0], start + offsets[1])
