@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= $(VENV)/bin/python
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: venv demo test test-gpu bench-cpu check clean
+.PHONY: venv demo test test-slow test-rest test-gpu bench-cpu check clean
 
 venv: $(VENV)/.installed
 
@@ -20,8 +20,17 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 demo: venv
 	$(PYTHON) -m moelora_ops.cli demo
 
+# Two processes side by side: what Triton's interpreter and transformers take is half of the time.
+SLOW := $(wildcard tests/test_triton_*.py) tests/transformers
+
 test: venv
-	$(PYTHON) -m pytest -q -m "not gpu"
+	$(MAKE) --no-print-directory -j2 test-slow test-rest
+
+test-slow:
+	$(PYTHON) -m pytest -q -m "not gpu" $(SLOW)
+
+test-rest:
+	$(PYTHON) -m pytest -q -m "not gpu" $(addprefix --ignore=,$(SLOW))
 
 test-gpu:
 	python3 -m pip install -q --no-build-isolation --no-deps --no-index -e .
