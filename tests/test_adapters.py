@@ -151,6 +151,9 @@ def test_geometry_is_read_from_the_config(name: str) -> None:
         ({"num_hidden_layers": None}, "config field num_hidden_layers must be given"),
         ({"mlp_only_layers": 3}, "config field mlp_only_layers must be a list"),
         ({"model_type": 3}, "config field model_type must be a string"),
+        ({"model_type": "longcat_flash"}, "config field model_type must be of a family with equal experts"),
+        ({"enable_moe_block": False}, "config must be of a model with routed experts, got none in its 2 layers"),
+        ({"mlp_only_layers": [0, 1]}, "config must be of a model with routed experts"),
     ],
 )
 def test_a_bad_base_config_is_named(changes: dict[str, Any], message: str) -> None:
@@ -180,6 +183,18 @@ def test_which_layers_have_experts(fields: dict[str, Any], moe_layers: tuple[int
     """The rules of the families, on six layers."""
     base = {"num_hidden_layers": 6, "num_experts": 4, "hidden_size": 8, "moe_intermediate_size": 4}
     assert MoeGeometry.from_config(base | fields).moe_layers == moe_layers
+
+
+def test_the_config_of_a_multimodal_model() -> None:
+    """The part that has the experts counts, however deep it is; a part without any is another tower's."""
+    inner = {"num_hidden_layers": 2, "num_experts": 4, "hidden_size": 8, "moe_intermediate_size": 4}
+    want = MoeGeometry.from_config(inner)
+    for config in (
+        {"hidden_size": 99, "text_config": inner},
+        {"thinker_config": {"vision_config": {"hidden_size": 1}, "text_config": inner}},
+        inner | {"text_config": {"hidden_size": 99, "num_hidden_layers": 9}},
+    ):
+        assert MoeGeometry.from_config(config) == want
 
 
 def test_bad_arguments() -> None:
