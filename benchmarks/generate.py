@@ -183,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     speed: dict[int, dict[str, list[float]]] = {batch: {} for batch in options.batches}
     with tempfile.TemporaryDirectory() as folder:
+        own_experts = [layer.mlp.experts for layer in model.model.layers]
         adapted = peft_model(model, options.attention)
         adapted.save_pretrained(folder)
         expected = logits(adapted, prompts(1)) if options.peft_tokens else None
@@ -190,6 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
             contender = Contender("PEFT", lambda call: call(), options.peft_tokens)
             speed[1]["PEFT"] = [tokens_per_second(adapted, prompts(1), contender, settings) for _ in range(2)][1:]
         model = adapted.unload()
+        for layer, experts in zip(model.model.layers, own_experts):
+            layer.mlp.experts = experts  # unload leaves the inner one of two wrappers: everybody would merge in every forward
         enabled = enable(model, max_loras=NUM_ADAPTERS, max_rank=RANK, linears=ATTENTION if options.attention else ())
         enabled.load(folder, "0")
         if options.attention:

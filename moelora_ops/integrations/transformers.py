@@ -229,8 +229,10 @@ class EnabledModel:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "set_experts_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of transformers v5, got {type(model).__name__}")
-    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
-        raise UnsupportedError("model must be without PEFT adapters: unload or merge them first, and load their files here")
+    wrapped = [name or "model" for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]
+    if wrapped or hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        found = f", got {_few(wrapped)}" if wrapped else ""
+        raise UnsupportedError(f"model must be without PEFT adapters{found}: unload or merge them, and load their files here")
 
 
 def _decoder_name(model: nn.Module, experts: nn.Module) -> str:

@@ -155,6 +155,9 @@ class TestUnsupported:
             enable(model, max_loras=1, max_rank=4)
         with pytest.raises(UnsupportedError, match="without PEFT adapters"):
             enable(model.base_model.model, max_loras=1, max_rank=4)
+        del family.model.peft_config
+        with pytest.raises(UnsupportedError, match="without PEFT adapters, got model.layers.0"):  # `unload` leaves some behind
+            enable(family.model, max_loras=1, max_rank=4)
 
     def test_twice(self, family: Any) -> None:
         enabled = family.enable(max_loras=1, max_rank=4)
