@@ -109,6 +109,12 @@ def natural(experts: nn.Module, name: str) -> Tensor:
     return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
+def place(modules: dict[int, nn.Module]) -> tuple[torch.dtype, torch.device]:
+    """Where the experts' weights are. Not a tensor: whoever held a view of one while `lay_out` runs would keep its old copy."""
+    weight = next(iter(modules.values())).get_parameter("down_proj")
+    return weight.dtype, weight.device
+
+
 def lay_out(experts: nn.Module, *, natural_order: bool) -> None:
     """Store weights so that their inputs (natural_order) or their last dimension are contiguous: shape and values stay.
 

@@ -189,19 +189,17 @@ class EnabledModel:
 
     def _make_pools(self) -> None:
         geometry = _experts.geometry(self.model, self._modules, self._activation)
-        weight = _experts.natural(next(iter(self._modules.values())), "down_proj")
-        place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        sizes = {"max_loras": self._max_loras, "max_rank": self._max_rank, **place}
+        dtype, device = _experts.place(self._modules)
+        sizes: dict[str, Any] = {"max_loras": self._max_loras, "max_rank": self._max_rank, "dtype": dtype, "device": device}
         self.pool = LoraPool.from_config(geometry, **sizes)
-        self._sequences = Sequences(self._max_sequences, weight.device)
+        self._sequences = Sequences(self._max_sequences, device)
         self._linear_pool = _linears.LinearPool(self._linear_modules, self._sequences, **sizes)
         for layer, experts in self._modules.items():
             _experts.lay_out(experts, natural_order=True)
             _experts.serve(experts, _experts.Served(self._activation, self.pool.layer(layer), self._sequences))
 
     def _is_stale(self) -> bool:
-        weight = _experts.natural(next(iter(self._modules.values())), "down_proj")
-        return weight.dtype != self.pool.dtype or weight.device != self._sequences.slots.device
+        return _experts.place(self._modules) != (self.pool.dtype, self._sequences.slots.device)
 
     def _slot_for(self, name: str) -> int:
         if name in self.reports:

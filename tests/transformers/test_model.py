@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers >=
 peft = pytest.importorskip("peft", reason="needs peft to write adapters and to merge them: pip install moelora_ops[test]")
 
 from moelora_ops import UnsupportedError  # noqa: E402
+from moelora_ops.integrations import _experts  # noqa: E402
 from moelora_ops.integrations.transformers import enable  # noqa: E402
 
 stored_both_ways = pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"], indirect=True)
@@ -63,6 +64,20 @@ def test_no_second_copy_of_the_weights(family: Any) -> None:
     enabled.close()
     del enabled
     assert live_bytes() - before <= 1000
+
+
+def test_one_parameter_at_a_time_exists_twice(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller holds an old copy of a turned weight while the next layer is turned: live memory is the same after each."""
+    live: list[int] = []
+    lay_out = _experts.lay_out
+
+    def watched(experts: Any, **order: bool) -> None:
+        lay_out(experts, **order)
+        live.append(live_bytes())
+
+    monkeypatch.setattr(_experts, "lay_out", watched)
+    enabled = enable(tiny.make_model("gpt_oss"), max_loras=1, max_rank=1, linears=())
+    assert enabled and live == [live_bytes()] * 2
 
 
 @stored_both_ways
