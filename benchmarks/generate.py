@@ -4,8 +4,9 @@
     python -m benchmarks.generate --static             # with a static cache, whose decode step transformers compiles on a GPU
     python -m benchmarks.generate --attention          # the adapters are on q, k, v and o as well
 
-Every contender's logits are checked before anything is timed; rounds are interleaved. PEFT is given what it supports for fused
-experts, `target_parameters`, and fewer tokens: it makes the dense change of every expert's weights in each forward.
+Every contender's logits are checked before anything is timed; rounds are interleaved, and none begins after `--seconds`, but one
+of each batch. PEFT is given what it supports for fused experts, `target_parameters`, and on a CPU fewer tokens: it makes the
+dense change of every expert's weights in each forward.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def tokens_per_second(model: Any, ids: Tensor, contender: Contender, settings: d
 def row(batch: int, speed: dict[str, list[float]]) -> str:
     median = {name: statistics.median(values) for name, values in speed.items()}
     best = max((name for name in OWN if name in median), key=lambda name: median[name])
-    cells = [str(batch)] + [f"{median[name]:.2f}" if name in median else "–" for name in ("8 adapters", "none", *OWN)]
+    cells = [str(batch), str(len(speed["none"]))] + [f"{median[name]:.2f}" if name in median else "–" for name in ("8 adapters", "none", *OWN)]
     cells += [f"{median['PEFT']:.3f}" if "PEFT" in median else "–"]
     cells += [f"{median['8 adapters'] / median['none']:.2f} (≥ 0.9)"]
     cells += [f"{median[name] / median[best]:.2f}{bar}" for name, bar in (("none", " (≥ 1.0)"), ("8 adapters", ""))]
@@ -159,15 +160,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=16, help="new tokens of each sequence (default %(default)s)")
-    parser.add_argument(
-        "--peft-tokens", type=int, default=2, help="of PEFT, batch 1 only; 0 leaves it out (default %(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, help="new tokens of each sequence (default 64, on a CPU 16)")
+    parser.add_argument("--peft-tokens", type=int, help="of PEFT, batch 1 only; 0 leaves it out (default 64, on a CPU 2)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=45, help="for all rounds together (default %(default)s)")
     parser.add_argument("--attention", action="store_true", help="adapters on attention too")
     parser.add_argument("--static", action="store_true", help="static cache")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
+    on_gpu = options.device != "cpu"
+    options.tokens = options.tokens or (64 if on_gpu else 16)
+    options.peft_tokens = (options.tokens if on_gpu else 2) if options.peft_tokens is None else options.peft_tokens
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
     settings: dict[str, Any] = {"cache_implementation": "static"} if options.static else {}
@@ -189,7 +192,9 @@ def main(arguments: list[str] | None = None) -> None:
         expected = logits(adapted, prompts(1)) if options.peft_tokens else None
         if options.peft_tokens and 1 in options.batches:
             contender = Contender("PEFT", lambda call: call(), options.peft_tokens)
-            speed[1]["PEFT"] = [tokens_per_second(adapted, prompts(1), contender, settings) for _ in range(2)][1:]
+            if on_gpu:
+                tokens_per_second(adapted, prompts(1), contender, settings)  # warms up
+            speed[1]["PEFT"] = [tokens_per_second(adapted, prompts(1), contender, settings)]
         model = adapted.unload()
         for layer, experts in zip(model.model.layers, own_experts):
             layer.mlp.experts = experts  # unload leaves the inner one of two wrappers: everybody would merge in every forward
@@ -207,6 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
             check("8 adapters", logits(model, prompts(1)), expected)
     head = [
         "batch",
+        "rounds",
         "8 adapters",
         "none",
         *OWN,
@@ -216,12 +222,16 @@ def main(arguments: list[str] | None = None) -> None:
         "8 adapters / best own",
     ]
     print("\ntokens/s, medians\n| " + " | ".join([*head, "8 adapters / PEFT"]) + " |\n" + "|---" * (len(head) + 1) + "|")
-    for batch in options.batches:
+    start = time.perf_counter()
+    for place, batch in enumerate(options.batches, 1):
+        end = start + options.seconds * place / len(options.batches)
         made = contenders(model, enabled, batch, options)
         base = made[1].run(lambda: logits(model, prompts(batch)))
         for contender in made[1:]:
             check(contender.name, contender.run(lambda: logits(model, prompts(batch))), base)
         for i in range(options.rounds + 1):
+            if i > 1 and time.perf_counter() > end:
+                break
             for contender in made:
                 value = tokens_per_second(model, prompts(batch), contender, settings)
                 if i > 0:  # the first warms up
