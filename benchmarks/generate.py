@@ -4,9 +4,9 @@
     python -m benchmarks.generate --static             # with a static cache, whose decode step transformers compiles on a GPU
     python -m benchmarks.generate --attention          # the adapters are on q, k, v and o as well
 
-Every contender's logits are checked before anything is timed; rounds are interleaved, and none begins after `--seconds`, but one
-of each batch. PEFT is given what it supports for fused experts, `target_parameters`, and on a CPU fewer tokens: it makes the
-dense change of every expert's weights in each forward.
+Every contender's logits are checked before anything is timed; rounds are interleaved, and after `--seconds` none begins, but one of
+each batch. PEFT is given what it supports for fused experts, `target_parameters`, and on a CPU fewer tokens: it makes the dense
+change of every expert's weights in each forward.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def tokens_per_second(model: Any, ids: Tensor, contender: Contender, settings: d
 def row(batch: int, speed: dict[str, list[float]]) -> str:
     median = {name: statistics.median(values) for name, values in speed.items()}
     best = max((name for name in OWN if name in median), key=lambda name: median[name])
-    cells = [str(batch), str(len(speed["none"]))] + [f"{median[name]:.2f}" if name in median else "–" for name in ("8 adapters", "none", *OWN)]
+    cells = [str(batch), str(len(speed["none"]))]
+    cells += [f"{median[name]:.2f}" if name in median else "–" for name in ("8 adapters", "none", *OWN)]
     cells += [f"{median['PEFT']:.3f}" if "PEFT" in median else "–"]
     cells += [f"{median['8 adapters'] / median['none']:.2f} (≥ 0.9)"]
     cells += [f"{median[name] / median[best]:.2f}{bar}" for name, bar in (("none", " (≥ 1.0)"), ("8 adapters", ""))]
