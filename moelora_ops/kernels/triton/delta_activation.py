@@ -1,0 +1,112 @@
+"""Launcher of the delta op with the activation behind it: two launches, shrink and expand, as in `delta`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import config
+from . import delta
+from ._common import on_device
+from ._delta_activation import expand_activation_kernel, shrink_and_mark_kernel
+from ._launch import Launch, current_stream
+
+_MAX_N = 64  # columns of a tile: there are two of B and two of the base
+
+
+class Plan(delta.Plan):
+    """The launches of every call with the same `Call.key` and activation; one or two slices, the whole width of the base."""
+
+    def __init__(self, call: delta.Call, activation: str, device: torch.device | None = None) -> None:
+        self.activation = activation
+        super().__init__(call, device)
+
+    def _shrink(self, call: delta.Call, z: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Launch:
+        tiles, x = self.tiles.shrink, call.hidden_states
+        a_strides, block_r = (*delta._strides(a[0]), *delta._strides(a[-1])), config.block_r(self.max_rank)
+        rank_blocks = triton.cdiv(self.max_rank, block_r)
+        windows, table, common = self._windows(self.tiles.shrink_m)
+        return Launch(
+            shrink_and_mark_kernel,
+            (delta._grid(windows, rank_blocks * tiles.splits, config.MAX_SHRINK_PROGRAMS),),
+            (x, z, a[0], a[1] if len(a) == 2 else None, *self._table(call), _marks(call.output, 1)),
+            (*table, self.in_features, rank_blocks, x.stride(0), *a_strides, len(a) * self.max_rank),
+            {
+                "ROWS_PER_INPUT": self.rows_per_input, "EVEN_K": self.in_features % tiles.block_k == 0,
+                "UNIT_K": delta._unit(self.in_features, x.stride(0), *a_strides), "UNIT_R": self._unit_r(b),
+                "BLOCK_R": block_r, "BLOCK_K": tiles.block_k, **common,
+            },
+            device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+    def _expand(self, call: delta.Call, z: Tensor, b: tuple[Tensor, ...], offset: int) -> Launch:
+        tiles, base = self.tiles, call.output
+        block_n, rows = min(tiles.expand_n, _MAX_N), 16  # of 64 rows the dots would be WGMMAs, fed from registers by splits
+        columns = block_n * tiles.expand_tiles
+        windows, table, common = self._windows(rows)
+        windows = max(windows, triton.cdiv(self.num_pairs, rows))
+        return Launch(
+            expand_activation_kernel,
+            (delta._grid(windows, triton.cdiv(self.out_features, columns), config.MAX_EXPAND_PROGRAMS),),
+            (
+                base.new_empty(1), base, z, b[0], b[1] if len(b) == 2 else None, call.topk_weights, *self._table(call),
+                _marks(base, 1),
+            ),
+            (
+                *table, self.out_features, base.stride(0), base.stride(1), len(b) * self.max_rank,
+                *delta._strides(b[0]), *delta._strides(b[-1]),
+            ),
+            {
+                "ACTIVATION": self.activation, "TOP_K": self.top_k, "MORE_RANKS": self.max_rank > config.MAX_EXPAND_R,
+                "UNIT_R": self._unit_r(b), "UNIT_N": delta._unit(self.out_features, base.stride(0), base.stride(1)),
+                "BLOCK_N": block_n, "COLUMNS": columns, "STAGES": min(tiles.expand_stages, 3),
+                "BLOCK_R": min(max(triton.next_power_of_2(self.max_rank), 16), config.MAX_EXPAND_R), **common,
+            },
+            device=self.device, num_warps=tiles.expand_warps, num_stages=2,
+        )  # fmt: skip
+
+    def activated(self, call: delta.Call) -> Tensor:
+        """Launch both on the current stream. Scratch: z as in `delta`, a byte for each pair."""
+        ((num_slices, shrink, expand),) = self.stages
+        stream, table = current_stream(self.device), self._table(call)
+        out = call.output.new_empty(*call.output.shape[:2], self.out_features)
+        z = delta.new_z(call.output, self.splits, self.num_pairs, num_slices * self.max_rank)
+        marks = _marks(call.output, self.num_pairs)
+        (a0, *a1), (b0, *b1) = call.lora_a, call.lora_b
+        shrink(stream, call.hidden_states, z, a0, a1[0] if a1 else None, *table, marks)
+        expand(stream, out, call.output, z, b0, b1[0] if b1 else None, call.topk_weights, *table, marks)
+        return out
+
+
+def _marks(like: Tensor, num_pairs: int) -> Tensor:
+    return like.new_zeros(num_pairs, dtype=torch.int8)
+
+
+_PLANS: dict[Any, Plan] = {}  # as in `delta`
+
+
+def fused_moe_lora_activation(
+    base_output: Tensor, *args: Any, mul_routed_weight: bool = False, activation: str = "silu", **kwargs: Any
+) -> Tensor:
+    """The op on checked arguments: see `moelora_ops.ops.fused_moe_lora_activation`."""
+    call = delta.prepare(base_output, *args, mul_routed_weight=mul_routed_weight, **kwargs)
+    if 0 in base_output.shape:
+        return base_output.new_empty(*base_output.shape[:2], call.lora_b[0].shape[2])
+    if 0 in (*call.sorted_token_ids.shape, call.lora_b[0].shape[3]):
+        from ...reference import activate
+
+        gated = len(call.lora_b) == 2
+        return activate(base_output.float(), activation, gated=gated, interleaved=False, alpha=0.0, limit=None).to(
+            base_output.dtype
+        )
+    key = call.key(), activation
+    with on_device(base_output.device):
+        found = _PLANS.get(key)
+        if found is None:
+            if len(_PLANS) >= delta._MAX_PLANS:
+                _PLANS.clear()
+            found = _PLANS[key] = Plan(call, activation)
+        return found.activated(call)
