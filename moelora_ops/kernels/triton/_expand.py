@@ -5,7 +5,7 @@ routing's table, so WIDTH / 16 of them, whoever they belong to, are merged along
 segment, B is gathered from as many adapters. A block of 32 rows and 8 adapters takes 2 dots, not 8 (H200, T = 512).
 
 A zero in z does not keep out a NaN of another adapter's B, nor of B past a rank. That is let happen, and seen afterwards in the
-accumulators (`not_finite`): the tile is then done again with SAFE, which leaves out of the dots what is not finite and sets the
+accumulators (`find_bad`): the tile is then done again with SAFE, which leaves out of the dots what is not finite and sets the
 rows that own it to NaN. The look costs 1 %; a check of every tile of B, with or without a branch, cost 10 % (H200, T = 2048).
 """
 
@@ -59,12 +59,21 @@ def load_z(z_ptr, offsets, mask, split_stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def not_finite(acc0, acc1, NUM_SLICES: tl.constexpr):
-    """Whether an accumulator holds NaN or infinity: a product with zero is zero for everything else."""
-    probe = tl.sum(tl.sum(acc0 * 0.0, axis=1), axis=0)
+def find_bad(acc0, acc1, adapters, flag_ptr, BLOCK_M: tl.constexpr, NUM_SLICES: tl.constexpr):
+    """Whether, with adapters, an accumulator holds NaN or infinity: a product with zero is zero for everything else.
+
+    With a flag_ptr that is written there, and False returned: rows then need not meet in one value, which would stop all warps.
+    """
+    probe = tl.sum(acc0 * 0.0, axis=1)
     if NUM_SLICES == 2:
-        probe += tl.sum(tl.sum(acc1 * 0.0, axis=1), axis=0)
-    return probe != 0.0
+        probe += tl.sum(acc1 * 0.0, axis=1)
+    if flag_ptr is None:
+        return (tl.sum(probe, axis=0) != 0.0) & adapters
+    else:
+        tl.store(flag_ptr, 0)
+        tl.debug_barrier()
+        tl.store(flag_ptr + tl.zeros((BLOCK_M,), tl.int32), 1, mask=tl.where(adapters, probe != 0.0, False))
+        return False
 
 
 @triton.jit

@@ -6,14 +6,24 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import CHUNK, WIDTH, expand, not_finite, tile_columns
+from ._expand import CHUNK, WIDTH, expand, find_bad, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
+
+
+@triton.jit
+def load_pairs(tables_ptr, topk_weights_ptr, rows, row_mask):
+    """(pair of each row, its router weight; without any, the pair again)."""
+    pairs = tl.load(tables_ptr + 4 + rows, mask=row_mask, other=0)
+    if topk_weights_ptr is None:
+        return pairs, pairs
+    else:
+        return pairs, tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)
 
 
 @triton.jit
 def down_block(
     act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr,
-    expert, first, last, tile,
+    flag_ptr, expert, first, last, tile,
     num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size,
     stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm,
     W_TMA: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -30,7 +40,12 @@ def down_block(
         w = w2
     else:
         w = w2 + expert.to(tl.int64) * stride_we + tl.arange(0, BLOCK_K)[:, None] + columns.to(tl.int64)[None, :] * stride_wn
-    if z_ptr is not None:  # what the expand needs to know is on its way during the base product
+    # What is needed afterwards is on its way during the base product; the pairs only where a program has its multiprocessor
+    # for itself, and nothing else hides that latency: of tiles of 64 rows it costs registers, and with them a third program.
+    early: tl.constexpr = BLOCK_M > 64
+    if early:
+        pairs, weights = load_pairs(tables_ptr, topk_weights_ptr, rows, row_mask)
+    if z_ptr is not None:
         begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
         tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
         slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
@@ -54,14 +69,15 @@ def down_block(
             1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
         if not SAFE:
-            again = not_finite(acc, acc, 1) & (first_tile < end_tile)
+            again = find_bad(acc, acc, first_tile < end_tile, flag_ptr, BLOCK_M, 1)
 
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_bias_e + columns, mask=col_mask, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    pairs = tl.load(tables_ptr + 4 + rows, mask=row_mask, other=0)
+    if not early:
+        pairs, weights = load_pairs(tables_ptr, topk_weights_ptr, rows, row_mask)
     if topk_weights_ptr is not None:
-        acc *= tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
+        acc *= weights[:, None]
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * hidden_size + columns[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
     return again
@@ -123,27 +139,31 @@ def down_kernel(
         if WAIT_LATE:  # a grid that ends without waiting would vouch for a kernel that still runs
             gdc_wait(USE_PDL)
         return
+    flag_ptr = None
+    if again_ptr is not None:
+        flag_ptr = again_ptr + block.to(tl.int64) * tl.cdiv(hidden_size, BLOCK_N) + tile
     if TAIL_M > 0 and last - first <= TAIL_M:
         again = down_block(
-            act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, flag_ptr,
+            expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn, stride_bias_e,
             stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K,
             EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     else:
         again = down_block(
-            act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, flag_ptr,
+            expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn, stride_bias_e,
             stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
             EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
-    if z_ptr is not None:
-        if again_ptr is not None:
-            tl.store(again_ptr + block.to(tl.int64) * tl.cdiv(hidden_size, BLOCK_N) + tile, again.to(tl.int32))
-        elif again:
+    if z_ptr is not None and again_ptr is None:  # known when compiled
+        if again:
             down_block(
-                act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last,
-                tile, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn,
+                act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, None,
+                expert, first, last, tile,
+                num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we, stride_wn,
                 stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N,
                 BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
             )  # fmt: skip
@@ -176,8 +196,9 @@ def down_again_kernel(
             if tl.load(again_ptr + i) != 0:
                 expert, first, last = load_block(tables_ptr, i // num_tiles, expert_blocks_at, num_experts)
                 down_block(
-                    act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, expert, first, last,
-                    i % num_tiles, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we,
+                    act_ptr, w2, bias_ptr, out_ptr, topk_weights_ptr, z_ptr, b2_ptr, ranks_ptr, tables_ptr, None,
+                    expert, first, last, i % num_tiles,
+                    num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_we,
                     stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M,
                     BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
                 )  # fmt: skip

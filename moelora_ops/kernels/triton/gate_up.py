@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import CHUNK, WIDTH, expand, not_finite, tile_columns
+from ._expand import CHUNK, WIDTH, expand, find_bad, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -35,7 +35,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constex
 @triton.jit
 def gate_up_block(
     x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr,
-    expert, first, last, tile,
+    flag_ptr, expert, first, last, tile,
     num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size,
     stride_xm, stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr,
@@ -85,7 +85,7 @@ def gate_up_block(
             num_slices, SPLITS, VEC, 1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
         if not SAFE:
-            again = not_finite(gate, up, num_slices) & (first_tile < end_tile)
+            again = find_bad(gate, up, first_tile < end_tile, flag_ptr, BLOCK_M, num_slices)
 
     if topk_weights_ptr is not None:
         weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
@@ -165,27 +165,31 @@ def gate_up_kernel(
         if WAIT_LATE:  # a grid that ends without waiting would vouch for a kernel that still runs
             gdc_wait(USE_PDL)
         return
+    flag_ptr = None
+    if again_ptr is not None:
+        flag_ptr = again_ptr + block.to(tl.int64) * tl.cdiv(intermediate_size, BLOCK_N) + tile
     if TAIL_M > 0 and last - first <= TAIL_M:
         again = gate_up_block(
-            x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, flag_ptr,
+            expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
             stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
             W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     else:
         again = gate_up_block(
-            x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last, tile,
+            x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, flag_ptr,
+            expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
             stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
             W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
-    if z_ptr is not None:
-        if again_ptr is not None:
-            tl.store(again_ptr + block.to(tl.int64) * tl.cdiv(intermediate_size, BLOCK_N) + tile, again.to(tl.int32))
-        elif again:
+    if z_ptr is not None and again_ptr is None:  # known when compiled
+        if again:
             gate_up_block(
-                x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last,
-                tile, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
+                x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, None,
+                expert, first, last, tile,
+                num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
                 stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
                 W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
             )  # fmt: skip
@@ -219,8 +223,9 @@ def gate_up_again_kernel(
             if tl.load(again_ptr + i) != 0:
                 expert, first, last = load_block(tables_ptr, i // num_tiles, expert_blocks_at, num_experts)
                 gate_up_block(
-                    x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, expert, first, last,
-                    i % num_tiles, num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm,
+                    x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, None,
+                    expert, first, last, i % num_tiles,
+                    num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm,
                     stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION,
                     GATED, INTERLEAVED, TOP_K, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
                     EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
