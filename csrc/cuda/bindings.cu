@@ -56,7 +56,10 @@ bool align_in_one_launch(moelora::AlignProblem& problem, cudaStream_t stream) {
     else moelora::AlignShared<int32_t>(carver, plan);
     return carver.bytes;
   };
-  const size_t bytes = moelora::plan_sort(device, num_pairs, num_keys, one_cta, size, &problem.plan);
+  const int most_ctas = one_cta ? 1
+                        : narrow ? moelora::max_ctas<moelora::align_cluster<uint16_t>>(device)
+                                 : moelora::max_ctas<moelora::align_cluster<int32_t>>(device);
+  const size_t bytes = moelora::plan_sort(device, num_pairs, num_keys, most_ctas, size, &problem.plan);
   if (bytes == 0) return false;
   const auto kernel = narrow ? moelora::launch<moelora::align_cluster<uint16_t>, moelora::AlignProblem>
                              : moelora::launch<moelora::align_cluster<int32_t>, moelora::AlignProblem>;

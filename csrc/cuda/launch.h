@@ -31,13 +31,37 @@ inline Device current_device() {
   return device;
 }
 
-// Of the plans that fit the one with the fewest rounds, then the most CTAs; size(plan) are the bytes it needs. Returns its
-// bytes, 0 where none fits.
+// The largest cluster of a kernel: more than kCtas where the device has room for them whatever shared memory each takes.
+template <auto kernel>
+int max_ctas(const Device& device) {
+  static std::atomic<int> known[64];  // a property of the device, asked once
+  if (const int found = known[device.index].load(std::memory_order_relaxed)) return found;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kMaxCtas, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kMaxCtas);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(device.shared);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const bool fits = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared) == cudaSuccess &&
+                    cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
+  if (!fits) cudaGetLastError();  // not an error of the call
+  const int found = fits ? kMaxCtas : kCtas;
+  known[device.index].store(found, std::memory_order_relaxed);
+  return found;
+}
+
+// Of the plans that fit the one with the fewest rounds, then the most CTAs, but more than kCtas only for fewer rounds;
+// size(plan) are the bytes it needs. Returns its bytes, 0 where none fits.
 template <typename Size>
-size_t plan_sort(const Device& device, int64_t num_pairs, int64_t num_keys, bool one_cta, const Size& size, SortPlan* best) {
+size_t plan_sort(const Device& device, int64_t num_pairs, int64_t num_keys, int most_ctas, const Size& size, SortPlan* best) {
   size_t bytes = 0;
   if (num_keys > device.shared) return 0;
-  for (int ctas = one_cta ? 1 : kMaxCtas; ctas >= 1; ctas /= 2) {
+  for (int ctas = most_ctas; ctas >= 1; ctas /= 2) {
     SortPlan plan{ctas, 1, 0, static_cast<int>(ceil_div(num_keys, 8) * 8), static_cast<int>(num_keys)};
     const int64_t row = plan.stride * static_cast<int64_t>(sizeof(uint16_t));
     const int64_t left = device.shared - static_cast<int64_t>(size(plan));
@@ -45,7 +69,9 @@ size_t plan_sort(const Device& device, int64_t num_pairs, int64_t num_keys, bool
     plan.warps = static_cast<int>(std::min({int64_t{kWarps}, 1 + left / row, ceil_div(num_pairs, 32 * ctas)}));
     plan.chunk = static_cast<int>(ceil_div(ceil_div(num_pairs, ctas * plan.warps), 32) * 32);
     if (plan.chunk > kMaxChunk || std::min<int64_t>(num_pairs, int64_t{plan.warps} * plan.chunk) > kMaxPairsOfCta) continue;
-    if (bytes == 0 || plan.chunk < best->chunk) *best = plan, bytes = size(plan);
+    if (bytes == 0 || plan.chunk < best->chunk || (plan.chunk == best->chunk && best->ctas > kCtas)) {
+      *best = plan, bytes = size(plan);
+    }
   }
   return bytes;
 }

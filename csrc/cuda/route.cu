@@ -52,9 +52,11 @@ int moelora_route(const RouteArgs* args, void* stream) {
     else RouteShared<int32_t>(carver, plan, args->num_experts, args->max_loras);
     return carver.bytes;
   };
-  const size_t bytes = plan_sort(device, num_pairs, num_keys, num_pairs <= kOneCtaPairs, size, &problem.plan);
-  if (bytes == 0) return kNotServed;
-  const int ctas = problem.plan.ctas;
-  if (narrow) return launch<route_cluster<uint16_t>>(device, problem, ctas, kThreads, bytes, dependent, cuda_stream);
-  return launch<route_cluster<int32_t>>(device, problem, ctas, kThreads, bytes, dependent, cuda_stream);
+  const auto run = [&](auto kernel_launch, int most_ctas) -> int {
+    const size_t bytes = plan_sort(device, num_pairs, num_keys, num_pairs <= kOneCtaPairs ? 1 : most_ctas, size, &problem.plan);
+    return bytes == 0 ? kNotServed
+                      : kernel_launch(device, problem, problem.plan.ctas, kThreads, bytes, dependent, cuda_stream);
+  };
+  if (narrow) return run(launch<route_cluster<uint16_t>, RouteProblem>, max_ctas<route_cluster<uint16_t>>(device));
+  return run(launch<route_cluster<int32_t>, RouteProblem>, max_ctas<route_cluster<int32_t>>(device));
 }

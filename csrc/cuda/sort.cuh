@@ -15,7 +15,8 @@ namespace moelora {
 
 constexpr int kThreads = 512;  // 1024 leave 64 registers, and spill
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxCtas = 8;            // the largest cluster that every device offers
+constexpr int kCtas = 8;      // the largest cluster that every device offers
+constexpr int kMaxCtas = 16;  // what Hopper offers
 constexpr int kOneCtaPairs = 512;      // one CTA up to here, without the barriers of a cluster
 constexpr int kMaxPairsOfCta = 65535;  // counters are 16 bits wide
 constexpr int kMaxChunk = 4096;  // pairs of a warp: where keys leave room for few warps, two launches of many CTAs are faster
@@ -171,12 +172,16 @@ struct Total {
 
 __device__ inline Total total_of(const SortPlan& plan, const SortShared& shared, int key) {
   Total total{0, 0};
+  const auto add = [&](int first) {
 #pragma unroll
-  for (int cta = 0; cta < kMaxCtas; ++cta) {  // all loads in flight together
-    const int count = cta < plan.ctas ? shared.totals[cta * plan.stride + key] : 0;
-    if (cta < static_cast<int>(blockIdx.x)) total.before += count;
-    total.all += count;
-  }
+    for (int cta = first; cta < first + kCtas; ++cta) {  // all loads in flight together
+      const int count = cta < plan.ctas ? shared.totals[cta * plan.stride + key] : 0;
+      if (cta < static_cast<int>(blockIdx.x)) total.before += count;
+      total.all += count;
+    }
+  };
+  add(0);
+  if (plan.ctas > kCtas) add(kCtas);
   return total;
 }
 
