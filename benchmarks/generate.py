@@ -4,9 +4,9 @@
     python -m benchmarks.generate --static             # with a static cache, whose decode step transformers compiles on a GPU
     python -m benchmarks.generate --attention          # the adapters are on q, k, v and o as well
 
-Every contender's logits are checked before anything is timed; rounds are interleaved; after `--seconds` no more begin, but one of
-each batch. PEFT is given what it supports for fused experts, `target_parameters`, and on a CPU fewer tokens: it makes the dense
-change of every expert's weights in each forward.
+Every contender's logits are checked before anything is timed; rounds are interleaved; after `--seconds` no more begin, but one
+of each batch runs. PEFT is given what it supports for fused experts, `target_parameters`, and on a CPU fewer tokens: it makes
+the dense change of every expert's weights in each forward.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from __future__ import annotations
 from .config import AdapterConfig
 from .files import TensorFiles
 from .geometry import MoeGeometry
-from .names import clean, layer_of, pattern
+from .names import Finder, match, pattern
 from .pairs import TRANSPOSED, Piece, Reading, assemble
 
 NAME = "NeMo Automodel"
 _NAME = pattern("experts", r"\.lora_(?P<projection>gate_and_up|down)_(?P<half>[AB])")
 
 
-def matches(name: str) -> bool:
-    """Whether a tensor's name has this format."""
-    return _NAME.fullmatch(clean(name)) is not None
+def matches(rest: str) -> bool:
+    """Whether the rest of a tensor's name, after `layers.N.`, has this format."""
+    return match((_NAME,), rest) is not None
 
 
 def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> Reading:
@@ -29,12 +29,10 @@ def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry
 
     Raises: AdapterError naming the tensor, what was expected and what came.
     """
-    pieces = []
+    pieces, find = [], Finder((_NAME,), geometry)
     for name in names:
-        match = _NAME.fullmatch(clean(name))
-        assert match is not None
-        projection = "down" if match["projection"] == "down" else "gate_up" if geometry.gated else "up"
-        path = f"{match['path']}.{projection}_proj"
-        pieces.append(Piece(name, path, layer_of(match, geometry), projection, match["half"], None, TRANSPOSED))
+        path, layer, parts = find(name)
+        projection = "down" if parts["projection"] == "down" else "gate_up" if geometry.gated else "up"
+        pieces.append(Piece(name, f"{path}.{projection}_proj", layer, projection, str(parts["half"]), None, TRANSPOSED))
     layers = assemble(pieces, tensors, config, geometry)
     return Reading(layers, f"{NAME}, all experts in one tensor", "names; shapes fit the base and the ranks of the config")

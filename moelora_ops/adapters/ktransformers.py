@@ -10,16 +10,16 @@ from __future__ import annotations
 from .config import AdapterConfig
 from .files import TensorFiles
 from .geometry import MoeGeometry
-from .names import layer_of, pattern
+from .names import Finder, match, pattern
 from .pairs import Piece, Reading, assemble
 
 NAME = "KTransformers"
 _NAME = pattern("experts", r"\.(?P<projection>gate|up|down)_lora_(?P<half>[ab])")
 
 
-def matches(name: str) -> bool:
-    """Whether a tensor's name has this format."""
-    return _NAME.fullmatch(name) is not None
+def matches(rest: str) -> bool:
+    """Whether the rest of a tensor's name, after `layers.N.`, has this format."""
+    return match((_NAME,), rest) is not None
 
 
 def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> Reading:
@@ -27,12 +27,10 @@ def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry
 
     Raises: AdapterError naming the tensor, what was expected and what came.
     """
-    pieces = []
+    pieces, find = [], Finder((_NAME,), geometry)
     for name in names:
-        match = _NAME.fullmatch(name)
-        assert match is not None
-        path = f"{match['path']}.{match['projection']}_proj"
-        half = match["half"].upper()
-        pieces.append(Piece(name, path, layer_of(match, geometry), match["projection"], half, None))
+        path, layer, parts = find(name)
+        projection = str(parts["projection"])
+        pieces.append(Piece(name, f"{path}.{projection}_proj", layer, projection, str(parts["half"]).upper(), None))
     layers = assemble(pieces, tensors, config, geometry)
     return Reading(layers, f"{NAME}, all experts in one tensor", "names; shapes fit the base and the ranks of the config")

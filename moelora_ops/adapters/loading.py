@@ -1,6 +1,7 @@
 """`load_adapter`: find the files, check the config, choose the reader.
 
-To add a format, add a file with NAME, `matches(name)` and `read(tensors, names, config, geometry)` and list it in READERS.
+To add a format, add a file with NAME, `matches(rest)` (of a name, after `layers.N.`) and
+`read(tensors, names, config, geometry)` and list it in READERS.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from . import automodel, files, ktransformers, mlx, peft_linear, peft_parameters
 from .adapter import LoraAdapter
 from .config import NO_OPTIONS, AdapterConfig, Options, is_mlx
 from .geometry import MoeGeometry
-from .names import check_one_adapter, is_for_experts, unknown
+from .names import check_one_adapter, is_decoder, is_for_experts, split, unknown
 from .pairs import Reading
 
 READERS: tuple[Any, ...] = (peft_linear, peft_parameters, automodel, ktransformers, mlx)
@@ -125,18 +126,28 @@ def sort_names(tensors: files.TensorFiles) -> tuple[list[str], list[str]]:
         if "lora_magnitude_vector" in name:
             raise AdapterError(f"{name} must not be there, got it: DoRA is not plain LoRA; merge it into the base")
     check_one_adapter(tensors.names)
-    names = [name for name in tensors.names if is_for_experts(name)]
-    return names, [name for name in tensors.names if not is_for_experts(name)]
+    names: list[str] = []
+    others: list[str] = []
+    for name in tensors.names:
+        (names if is_for_experts(name) else others).append(name)
+    return names, others
 
 
 def choose_reader(names: list[str]) -> ModuleType | None:
     """The one reader whose format all expert tensors have; None where there are none."""
     chosen: dict[int, tuple[ModuleType, str]] = {}
+    begins: set[str] = set()
+    rests: set[str] = set()
     for name in names:
-        place = next((i for i, reader in enumerate(READERS) if reader.matches(name)), None)
-        if place is None:
+        begin, rest = split(name)
+        if begin in begins and rest in rests:
+            continue
+        place = next((i for i, reader in enumerate(READERS) if reader.matches(rest)), None)
+        if place is None or not is_decoder(begin):
             raise unknown(name)
         chosen.setdefault(place, (READERS[place], name))
+        begins.add(begin)
+        rests.add(rest)
     if len(chosen) > 1:
         raise AdapterError(f"expert tensors must have one format, got {' and '.join(name for _, name in chosen.values())}")
     return next((reader for reader, _ in chosen.values()), None)

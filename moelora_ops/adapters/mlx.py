@@ -12,7 +12,7 @@ from ..errors import AdapterError
 from .config import AdapterConfig
 from .files import TensorFiles
 from .geometry import MoeGeometry
-from .names import layer_of, pattern
+from .names import Finder, match, pattern
 from .pairs import FLAT, PLAIN, PROJECTIONS, Piece, Reading, assemble
 
 NAME = "MLX"
@@ -20,9 +20,9 @@ _NAME = pattern(r"(?:switch_mlp|experts)\.(?P<projection>gate_proj|up_proj|down_
 _PROJECTIONS = PROJECTIONS | {"fc1": "up", "fc2": "down"}
 
 
-def matches(name: str) -> bool:
-    """Whether a tensor's name has this format."""
-    return _NAME.fullmatch(name) is not None
+def matches(rest: str) -> bool:
+    """Whether the rest of a tensor's name, after `layers.N.`, has this format."""
+    return match((_NAME,), rest) is not None
 
 
 def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> Reading:
@@ -32,14 +32,13 @@ def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry
     """
     if config.factor is None:
         raise AdapterError(f"adapter_config must have mlx-lm's lora_parameters.scale for {names[0]}, got another tool's fields")
-    pieces = []
+    pieces, find = [], Finder((_NAME,), geometry)
     for name in names:
-        match = _NAME.fullmatch(name)
-        assert match is not None
-        projection, half = _PROJECTIONS[match["projection"]], match["half"].upper()
-        if match["projection"].startswith("fc") and geometry.gated:
+        path, layer, parts = find(name)
+        word, half = str(parts["projection"]), str(parts["half"]).upper()
+        if word.startswith("fc") and geometry.gated:
             raise AdapterError(f"{name}: projection must be gate_proj, up_proj or down_proj of a gated base, got fc1 or fc2")
         layout = FLAT if half == "A" and len(tensors.shape(name)) == 2 else PLAIN
-        pieces.append(Piece(name, match["path"], layer_of(match, geometry), projection, half, None, layout))
+        pieces.append(Piece(name, path, layer, _PROJECTIONS[word], half, None, layout))
     layers = assemble(pieces, tensors, config, geometry)
     return Reading(layers, f"{NAME}, all experts in one tensor", "names; shapes fit the base and the rank of the config")

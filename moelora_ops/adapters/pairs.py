@@ -6,8 +6,10 @@ each tensor straight to where it stays.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +37,7 @@ class Reading:
     proof: str
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One tensor of a LoRA pair, and what its name says."""
 
     name: str
@@ -68,9 +69,11 @@ def assemble(pieces: Iterable[Piece], tensors: TensorFiles, config: AdapterConfi
         if "gate_up" in projections and len(projections.keys() & {"gate", "up"}):
             names = [_any(projections[p]).name for p in ("gate_up", "gate", "up") if p in projections]
             raise AdapterError(f"gate and up must be in one form in a layer, got {' and '.join(names)}")
+        parts = [_Projection(p, sides["A"], sides["B"], tensors, config, geometry) for p, sides in projections.items()]
+        tensors.read_stacks(stack for part in parts for stack in part.stacks())
         layers[layer] = {}
-        for projection, sides in projections.items():
-            layers[layer] |= _Projection(projection, sides["A"], sides["B"], tensors, config, geometry).read()
+        for part in parts:
+            layers[layer] |= part.read()
     return layers
 
 
@@ -99,6 +102,8 @@ class _Projection:
         self.paths = {e: (a.get(e) or b[e]).path for e in self.experts or (None,)}
         self.ranks = {e: config.rank(path) for e, path in self.paths.items()}
         self._check_shared()
+        self._check_shapes()
+        self._stacks = {half: self._stack(side) for half, side in (("A", a), ("B", b)) if None not in side}
 
     def _experts(self) -> list[int]:
         """The experts that have pieces of their own; none where both sides hold all experts in one tensor."""
@@ -135,17 +140,19 @@ class _Projection:
                         f"{mine} and {other}, scalings {self.config.scaling(piece.path)} and {self.config.scaling(path)}"
                     )
 
+    def stacks(self) -> Iterable[tuple[list[str], Tensor]]:
+        """What `read` wants to have been read in one go: the names of the experts' tensors, and where they belong."""
+        for half, (stack, at_once) in self._stacks.items():
+            if at_once:
+                yield self._names(half), stack
+
     def read(self) -> dict[str, ProjectionLora]:
         """The projection, or gate and up of a gate_up."""
-        self._check_shapes()
-        a, b = self._tensor(self.a), self._tensor(self.b)
-        if self.experts:
-            scaling = torch.zeros(self.geometry.num_experts)
-            for expert in self.experts:
-                scaling[expert] = self.config.scaling(self.paths[expert])
-            scaling = scaling[:1] if bool((scaling == scaling[0]).all()) else scaling
-        else:
-            scaling = torch.tensor([self.config.scaling(self.paths[None])], dtype=torch.float32)
+        a, b = self._tensor("A"), self._tensor("B")
+        scalings = {expert: self.config.scaling(path) for expert, path in self.paths.items()}
+        everywhere = [scalings.get(expert, 0.0) for expert in range(self.geometry.num_experts) if self.experts]
+        one = set(everywhere or scalings.values())
+        scaling = torch.tensor(list(one) if len(one) == 1 else everywhere, dtype=torch.float32)
         if self.projection != "gate_up":
             return {self.projection: ProjectionLora(a, b, scaling)}
         inner, rank = self.geometry.intermediate_size, b.shape[2]
@@ -154,10 +161,15 @@ class _Projection:
         return {"gate": ProjectionLora(a_gate, gate, scaling), "up": ProjectionLora(a_up, up, scaling)}
 
     def _check_shapes(self) -> None:
+        any_rank = next(iter(self.ranks.values()))
         for half, side in (("A", self.a), ("B", self.b)):
+            checked: set[tuple[int, tuple[int, ...]]] = set()  # of single experts
             for expert, piece in side.items():
-                rank = self.ranks[expert if expert in self.ranks else next(iter(self.ranks))]
+                rank = self.ranks.get(expert, any_rank)
                 shape = self.tensors.shape(piece.name)
+                if expert is not None and (rank, shape) in checked:
+                    continue
+                checked.add((rank, shape))
                 outer = ("in", self.size_in) if half == "A" else ("out", self.size_out)
                 rows = ("r of the config", rank)
                 apart = self.projection == "gate_up" and piece.layout == PLAIN and expert is None
@@ -175,31 +187,41 @@ class _Projection:
     def _lead(self, shape: tuple[int, ...]) -> int:
         return 1 if shape[:1] == (1,) else self.geometry.num_experts
 
-    def _tensor(self, side: _Side) -> Tensor:
+    def _names(self, half: str) -> list[str]:
+        side = self.a if half == "A" else self.b
+        return [side[expert].name for expert in self.experts]
+
+    def _stack(self, side: _Side) -> tuple[Tensor, bool]:
+        """Memory for A (E, r, in) or B (E, out, r) of separate experts, and whether their tensors fill it as they are."""
+        is_a = next(iter(side.values())).half == "A"
+        largest, dtypes = max(self.ranks.values()), {self.tensors.dtype(piece.name) for piece in side.values()}
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        shape = (largest, self.size_in) if is_a else (self.size_out, largest)
+        full = len(side) == self.geometry.num_experts and min(self.ranks.values()) == largest
+        stack = (torch.empty if full else torch.zeros)(self.geometry.num_experts, *shape, dtype=dtype)
+        return stack, full and len(dtypes) == 1
+
+    def _tensor(self, half: str) -> Tensor:
         """A (E or 1, r, in) or B (E or 1, out, r); experts without a piece are zeros, smaller ranks padded with zeros."""
+        side = self.a if half == "A" else self.b
         if None in side:
             piece = side[None]
             tensor = self.tensors.read(piece.name)
             if piece.layout == FLAT:
                 return tensor.view(self.geometry.num_experts, -1, self.size_in)
             return tensor.transpose(1, 2) if piece.layout == TRANSPOSED else tensor
-        is_a = next(iter(side.values())).half == "A"
-        largest, dtype = max(self.ranks.values()), self.tensors.dtype(next(iter(side.values())).name)
-        for piece in side.values():
-            dtype = torch.promote_types(dtype, self.tensors.dtype(piece.name))
-        shape = (largest, self.size_in) if is_a else (self.size_out, largest)
-        full = len(side) == self.geometry.num_experts and min(self.ranks.values()) == largest
-        stack = (torch.empty if full else torch.zeros)(self.geometry.num_experts, *shape, dtype=dtype)
-        if full and all(self.tensors.dtype(piece.name) == dtype for piece in side.values()):
-            self.tensors.read_stack([side[expert].name for expert in self.experts], stack)
-        else:
-            for expert in self.experts:
-                self.tensors.read_into(side[expert].name, self._part(stack, expert, is_a))
-        if not full or not is_finite(stack):  # in one go where it can be: a file may have 100,000 tensors
-            for expert in self.experts:
-                check_finite(side[expert].name, self._part(stack, expert, is_a))
+        stack, at_once = self._stacks[half]
+        parts = zip(self._names(half), (self._part(stack, expert, half == "A") for expert in self.experts))
+        if not at_once:
+            for name, part in parts:
+                self.tensors.read_into(name, part)
+                check_finite(name, part)
+        elif not is_finite(stack):  # in one go where it can be: a file may have 100,000 tensors
+            for name, part in parts:
+                check_finite(name, part)
         # Some exporters copy what all experts share: one row then, as in the files that do not.
-        return stack[:1].clone() if full and torch.equal(stack[0], stack[-1]) and bool((stack == stack[:1]).all()) else stack
+        same = at_once and torch.equal(stack[0], stack[-1]) and bool((stack == stack[:1]).all())
+        return stack[:1].clone() if same else stack
 
     def _part(self, stack: Tensor, expert: int, is_a: bool) -> Tensor:
         rank = self.ranks[expert]

@@ -15,13 +15,11 @@ A gate_up has one A for gate and up, or one above the other; the rows of B are [
 
 from __future__ import annotations
 
-import re
-
 from ..errors import AdapterError
 from .config import AdapterConfig
 from .files import TensorFiles
 from .geometry import MoeGeometry
-from .names import clean, layer_of, pattern
+from .names import Finder, match, pattern
 from .pairs import PROJECTIONS, Piece, Reading, assemble
 
 NAME = "one pair for each projection"
@@ -33,13 +31,9 @@ _NAMES = (
 )
 
 
-def matches(name: str) -> bool:
-    """Whether a tensor's name has this format."""
-    return _match(name) is not None
-
-
-def _match(name: str) -> re.Match[str] | None:
-    return next(filter(None, (p.fullmatch(clean(name)) for p in _NAMES)), None)
+def matches(rest: str) -> bool:
+    """Whether the rest of a tensor's name, after `layers.N.`, has this format."""
+    return match(_NAMES, rest) is not None
 
 
 def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> Reading:
@@ -47,19 +41,16 @@ def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry
 
     Raises: AdapterError naming the tensor, what was expected and what came.
     """
-    pieces, kinds = [], set()
+    pieces, kinds, find = [], set(), Finder(_NAMES, geometry)
     for name in names:
-        match = _match(name)
-        assert match is not None
-        expert = match.groupdict().get("expert")
-        projection = PROJECTIONS[match["projection"]]
+        path, layer, parts = find(name)
+        expert, projection = parts.get("expert"), PROJECTIONS[str(parts["projection"])]
         if expert is None and projection == "gate_up" and geometry.interleaved:
             raise AdapterError(
                 f"{name} must have rows in a known order, got a base whose gate and up alternate: save them apart"
             )
         kinds.add("all experts in one tensor" if expert is None else "one for each expert")
-        number = None if expert is None else int(expert)
-        pieces.append(Piece(name, match["path"], layer_of(match, geometry), projection, match["half"], number))
+        pieces.append(Piece(name, path, layer, projection, str(parts["half"]), None if expert is None else int(expert)))
     return Reading(
         assemble(pieces, tensors, config, geometry),
         f"{NAME}, {' and '.join(sorted(kinds))}",

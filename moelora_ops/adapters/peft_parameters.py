@@ -23,7 +23,7 @@ from .adapter import ProjectionLora
 from .config import AdapterConfig
 from .files import TensorFiles
 from .geometry import MoeGeometry
-from .names import OTHER_BASE, clean, layer_of, pattern
+from .names import OTHER_BASE, Finder, match, pattern
 from .pairs import Layers, Reading
 
 NAME = "PEFT target_parameters"
@@ -44,9 +44,9 @@ class _Factors:
     name_b: str
 
 
-def matches(name: str) -> bool:
-    """Whether a tensor's name has this format."""
-    return _NAME.fullmatch(clean(name)) is not None
+def matches(rest: str) -> bool:
+    """Whether the rest of a tensor's name, after `layers.N.`, has this format."""
+    return match((_NAME,), rest) is not None
 
 
 def read(tensors: TensorFiles, names: list[str], config: AdapterConfig, geometry: MoeGeometry) -> Reading:
@@ -73,12 +73,13 @@ def _collect(tensors: TensorFiles, names: list[str], config: AdapterConfig, geom
     """Which tensors belong to which parameter: the wrappers nest in the order of registration, the first one innermost."""
     found: dict[str, dict[tuple[int, str], str]] = {}
     layer_ids: dict[str, int] = {}
+    find = Finder((_NAME,), geometry)
     for name in names:
-        match = _NAME.fullmatch(clean(name))
-        assert match is not None
-        path = match["path"].removesuffix(match["wrappers"])
-        layer_ids[path] = layer_of(match, geometry)
-        part = found.setdefault(path, {}).setdefault((match["wrappers"].count("base_layer"), match["half"]), name)
+        path, layer, groups = find(name)
+        wrappers = str(groups["wrappers"])
+        path = path.removesuffix(wrappers)
+        layer_ids[path] = layer
+        part = found.setdefault(path, {}).setdefault((wrappers.count("base_layer"), str(groups["half"])), name)
         if part != name:
             raise AdapterError(f"{name}: one such tensor per layer expected, got also {part}")
     if len(set(layer_ids.values())) < len(layer_ids):
