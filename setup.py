@@ -1,6 +1,6 @@
 """Builds the optional extensions; everything else is in pyproject.toml.
 
-`_C_cpu` needs a C++ compiler, `_C_cuda` needs nvcc. Both use LibTorch's stable ABI at target 2.11, so that one binary serves
+`_C_cpu` and `_C_schemas` (docs/export.md) need a C++ compiler, `_C_cuda` needs nvcc. All use LibTorch's stable ABI at target 2.11, so that one binary serves
 torch 2.11 and later and any Python. A missing compiler leaves a package that works without them; MOELORA_REQUIRE_CPP=1 and
 MOELORA_REQUIRE_CUDA=1 turn that into an error.
 """
@@ -55,9 +55,9 @@ def extensions(root):
     include, library = [f"{root}/include"], [f"{root}/lib"]
     found = [
         Extension(
-            "moelora_ops._C_cpu",
-            sorted(glob("csrc/cpu/*.cpp")),
-            depends=glob("csrc/cpu/*.h"),
+            f"moelora_ops._C_{folder}",
+            sorted(glob(f"csrc/{folder}/*.cpp")),
+            depends=glob(f"csrc/{folder}/*.h"),
             language="c++",
             py_limited_api=True,
             optional=os.environ.get("MOELORA_REQUIRE_CPP") != "1",
@@ -66,6 +66,7 @@ def extensions(root):
             extra_compile_args=["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-fopenmp-simd", *FEATURES],
             extra_link_args=["-ltorch_cpu", "-s"],
         )
+        for folder in ("cpu", "schemas")
     ]
     if NVCC and os.environ.get("MOELORA_CUDA", "1") != "0":
         found.append(

@@ -1,9 +1,11 @@
-// The only file with PyTorch headers: LibTorch's stable ABI at target 2.11. Shapes, dtypes and layouts were checked in Python
-// (meta/); the schemas are defined there too.
+// Registers the CPU kernels. With bindings_checks.h the only file with PyTorch headers: LibTorch's stable ABI at target 2.11.
+// Schemas are defined by the Python package (meta/) or, without Python, by csrc/schemas.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <optional>
 #include <string>
@@ -11,6 +13,7 @@
 #include <vector>
 
 #include "align.h"
+#include "bindings_checks.h"
 #include "fused_experts_lora.h"
 #include "fused_moe_lora.h"
 
@@ -18,9 +21,11 @@ namespace {
 
 using moelora::Enabled;
 using moelora::Ids;
+using moelora::OptionalTensor;
 using moelora::Stacked;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
 
 moelora::DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -48,6 +53,18 @@ std::optional<Ids> ids_of(const std::optional<Tensor>& tensor) {
   return tensor ? std::optional<Ids>(ids_of(*tensor)) : std::nullopt;
 }
 
+// Contiguous, not initialised. torch::stable::new_empty asks the dispatcher by name: three times what this takes.
+template <size_t dims>
+Tensor empty(const std::array<int64_t, dims>& sizes, int32_t dtype) {
+  std::array<int64_t, dims> strides;
+  int64_t stride = 1;
+  for (size_t dim = dims; dim-- > 0; stride *= std::max<int64_t>(sizes[dim], 1)) strides[dim] = stride;
+  AtenTensorHandle tensor = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dims, sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &tensor));
+  return Tensor(tensor);
+}
+
 template <class T>
 const T* pointer(const std::optional<T>& value) {
   return value ? &*value : nullptr;
@@ -73,16 +90,21 @@ moelora::Parallel parallel() {
           }};
 }
 
-std::tuple<Tensor, Tensor, Tensor> moe_lora_align_block_size(Tensor topk_ids, Tensor token_lora_mapping, int64_t num_experts,
-                                                             int64_t block_size, int64_t max_loras,
-                                                             std::optional<Tensor> adapter_enabled,
-                                                             std::optional<Tensor> expert_map) {
+std::tuple<Tensor, Tensor, Tensor> moe_lora_align_block_size(const Tensor& topk_ids, const Tensor& token_lora_mapping,
+                                                             int64_t num_experts, int64_t block_size, int64_t max_loras,
+                                                             const OptionalTensor& adapter_enabled,
+                                                             const OptionalTensor& expert_map) {
+  if (!moelora::fits_align(topk_ids, token_lora_mapping, num_experts, block_size, max_loras, adapter_enabled, expert_map)) {
+    moelora::ask_python("moelora_native::objection_moe_lora_align_block_size", topk_ids, token_lora_mapping, num_experts,
+                        block_size, max_loras, adapter_enabled, expert_map);
+  }
   const int64_t num_pairs = topk_ids.size(0) * topk_ids.size(1);
   const int64_t capacity =
       moelora::round_up(std::min(num_pairs * block_size, num_pairs + num_experts * (block_size - 1)), block_size);
-  const auto empty = [&](std::vector<int64_t> size) { return torch::stable::new_empty(topk_ids, size, ScalarType::Int); };
-  Tensor sorted_token_ids = empty({max_loras, capacity}), expert_ids = empty({max_loras, capacity / block_size});
-  Tensor num_tokens_post_padded = empty({max_loras});
+  const int32_t int32 = aoti_torch_dtype_int32();
+  const Tensor sorted_token_ids = empty<2>({max_loras, capacity}, int32);
+  const Tensor expert_ids = empty<2>({max_loras, capacity / block_size}, int32);
+  const Tensor num_tokens_post_padded = empty<1>({max_loras}, int32);
   const std::optional<Ids> map = ids_of(expert_map);
   moelora::moe_lora_align_block_size({ids_of(topk_ids), ids_of(token_lora_mapping), num_experts, block_size, max_loras,
                                       enabled_of(adapter_enabled), pointer(map), capacity,
@@ -91,9 +113,16 @@ std::tuple<Tensor, Tensor, Tensor> moe_lora_align_block_size(Tensor topk_ids, Te
   return {sorted_token_ids, expert_ids, num_tokens_post_padded};
 }
 
-void fused_moe_lora(Tensor output, Tensor hidden_states, std::vector<Tensor> lora_a_stacked, std::vector<Tensor> lora_b_stacked,
-                    Tensor topk_weights, Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded,
-                    std::optional<Tensor> lora_ranks, bool mul_routed_weight, int64_t offset) {
+void fused_moe_lora(const Tensor& output, const Tensor& hidden_states, const Tensors& lora_a_stacked,
+                    const Tensors& lora_b_stacked, const Tensor& topk_weights, const Tensor& sorted_token_ids,
+                    const Tensor& expert_ids, const Tensor& num_tokens_post_padded, const OptionalTensor& lora_ranks,
+                    bool mul_routed_weight, int64_t offset) {
+  if (!moelora::fits_delta(output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids,
+                           num_tokens_post_padded, lora_ranks, offset)) {
+    moelora::ask_python("moelora_native::objection_fused_moe_lora", output, hidden_states, lora_a_stacked, lora_b_stacked,
+                        topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded, lora_ranks, mul_routed_weight,
+                        offset);
+  }
   const std::optional<Ids> ranks = ids_of(lora_ranks);
   moelora::FusedMoeLora p{};
   p.dtype = dtype_of(output);
@@ -120,16 +149,27 @@ void fused_moe_lora(Tensor output, Tensor hidden_states, std::vector<Tensor> lor
   moelora::fused_moe_lora(p, parallel());
 }
 
-moelora::Activation activation_of(const std::string& name) {
+// Takes the string over and frees it; `to<std::string>` of torch 2.13's headers leaks one with every call.
+std::string text_of(StringHandle handle) {
+  const char* data = nullptr;
+  size_t length = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
+std::optional<moelora::Activation> activation_of(const std::string& name) {
   if (name == "silu") return moelora::Activation::kSilu;
   if (name == "gelu") return moelora::Activation::kGelu;
   if (name == "gelu_tanh") return moelora::Activation::kGeluTanh;
   if (name == "relu2") return moelora::Activation::kRelu2;
-  STD_TORCH_CHECK(name == "swigluoai", "unknown activation ", name);
-  return moelora::Activation::kSwigluOai;
+  if (name == "swigluoai") return moelora::Activation::kSwigluOai;
+  return std::nullopt;
 }
 
-moelora::ExpertWeight expert_weight(const Tensor& weight, const std::optional<Tensor>& bias) {
+moelora::ExpertWeight expert_weight(const Tensor& weight, const OptionalTensor& bias) {
   return {data_of(weight), weight.stride(0), weight.stride(1), bias ? data_of(*bias) : nullptr, bias ? bias->stride(0) : 0};
 }
 
@@ -142,14 +182,28 @@ std::optional<moelora::LoraPair> lora_pair(const std::optional<Tensor>& a, const
   return pair;
 }
 
-Tensor fused_experts_lora(Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids,
-                          Tensor token_lora_mapping, std::optional<Tensor> lora_a13, std::optional<Tensor> lora_b13,
-                          std::optional<Tensor> lora_a2, std::optional<Tensor> lora_b2, std::optional<Tensor> lora_ranks,
-                          std::optional<Tensor> adapter_enabled, std::optional<Tensor> w13_bias, std::optional<Tensor> w2_bias,
-                          std::optional<Tensor> expert_map, std::string activation, bool gated, bool interleaved,
-                          double swiglu_alpha, std::optional<double> swiglu_limit, bool apply_router_weight_on_input,
+Tensor fused_experts_lora(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2, const Tensor& topk_weights,
+                          const Tensor& topk_ids, const Tensor& token_lora_mapping, const OptionalTensor& lora_a13,
+                          const OptionalTensor& lora_b13, const OptionalTensor& lora_a2, const OptionalTensor& lora_b2,
+                          const OptionalTensor& lora_ranks, const OptionalTensor& adapter_enabled,
+                          const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const OptionalTensor& expert_map,
+                          StringHandle activation_handle, bool gated, bool interleaved, double swiglu_alpha,
+                          std::optional<double> swiglu_limit, bool apply_router_weight_on_input,
                           double routed_scaling_factor) {
-  Tensor output = torch::stable::new_empty(hidden_states, hidden_states.sizes());
+  const std::string activation_name = text_of(activation_handle);
+  const std::optional<moelora::Activation> activation = activation_of(activation_name);
+  const bool needs_gate = interleaved || activation == moelora::Activation::kSwigluOai;
+  if (!activation || !moelora::fits_experts(hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping, lora_a13,
+                                            lora_b13, lora_a2, lora_b2, lora_ranks, adapter_enabled, w13_bias, w2_bias,
+                                            expert_map, needs_gate, gated, swiglu_limit)) {
+    moelora::ask_python("moelora_native::objection_fused_experts_lora", hidden_states, w13, w2, topk_weights, topk_ids,
+                        token_lora_mapping, lora_a13, lora_b13, lora_a2, lora_b2, lora_ranks, adapter_enabled, w13_bias,
+                        w2_bias, expert_map, activation_name, gated, interleaved, swiglu_alpha, swiglu_limit,
+                        apply_router_weight_on_input, routed_scaling_factor);
+  }
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(hidden_states.get(), &dtype));
+  const Tensor output = empty<2>({hidden_states.size(0), hidden_states.size(1)}, dtype);
   const std::optional<Ids> ranks = ids_of(lora_ranks), map = ids_of(expert_map);
   const float limit = swiglu_limit ? static_cast<float>(*swiglu_limit) : std::numeric_limits<float>::infinity();
   moelora::FusedExpertsLora p{};
@@ -167,7 +221,7 @@ Tensor fused_experts_lora(Tensor hidden_states, Tensor w13, Tensor w2, Tensor to
   p.max_loras = lora_b13 ? lora_b13->size(0) : lora_b2 ? lora_b2->size(0) : 0;
   p.lora13 = lora_pair(lora_a13, lora_b13, gated ? 2 : 1, pointer(ranks));
   p.lora2 = lora_pair(lora_a2, lora_b2, 1, pointer(ranks));
-  p.activation = {activation_of(activation), gated, static_cast<float>(swiglu_alpha), limit};
+  p.activation = {*activation, gated, static_cast<float>(swiglu_alpha), limit};
   p.interleaved = interleaved, p.apply_router_weight_on_input = apply_router_weight_on_input;
   p.routed_scaling_factor = static_cast<float>(routed_scaling_factor);
   moelora::fused_experts_lora(p, parallel());
@@ -175,6 +229,13 @@ Tensor fused_experts_lora(Tensor hidden_states, Tensor w13, Tensor w2, Tensor to
 }
 
 }  // namespace
+
+// The public ops, with or without Python, and the same kernels where Python calls them below autograd.
+STABLE_TORCH_LIBRARY_IMPL(moelora, CPU, m) {
+  m.impl("moe_lora_align_block_size", TORCH_BOX(&moe_lora_align_block_size));
+  m.impl("fused_moe_lora", TORCH_BOX(&fused_moe_lora));
+  m.impl("fused_experts_lora", TORCH_BOX(&fused_experts_lora));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(moelora_native, CPU, m) {
   m.impl("moe_lora_align_block_size", TORCH_BOX(&moe_lora_align_block_size));

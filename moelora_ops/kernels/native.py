@@ -1,8 +1,9 @@
 """The compiled extensions, each optional: `_C_cpu` (C++) and `_C_cuda` (CUDA C++).
 
-They register kernels for the ops of the private namespace `moelora_native`, which has the public schemas: the public ops check
-their arguments and then call these. Without a compiler at install time CPU tensors are served by `reference`; without nvcc the
-CUDA ops are all Triton.
+`_C_cpu` registers the CPU kernels of the public ops, which look at their arguments themselves and, unless they are surely
+right, ask the ops `objection_*` below for the error. The same kernels, and those of `_C_cuda`, which check nothing, are ops of
+the private namespace `moelora_native`, for Python functions that stand between the dispatcher and a kernel. Without a compiler
+at install time CPU tensors are served by `reference`; without nvcc the CUDA ops are all Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import os
 import struct
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +21,29 @@ from .. import meta
 from ..routing import RoutingSizes
 
 _LIBRARY = torch.library.Library("moelora_native", "FRAGMENT")
+
+
+def _objection(contract: Any) -> Callable[..., str]:
+    """`check` of an op's contract as an op for C++, through which no Python exception passes: "V" or "T" and the text of the error, or "".
+
+    V is ValueError, T is TypeError.
+    """
+
+    def objection(*args: Any, **kwargs: Any) -> str:
+        try:
+            contract.check(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__[0]}{error}"
+        return ""
+
+    return objection
+
+
 for _op in meta.OPS:
     _LIBRARY.define(_op.SCHEMA)
+    _arguments = _op.SCHEMA.partition("(")[2].rpartition(" -> ")[0].replace("(a!)", "")
+    _LIBRARY.define(f"objection_{_op.NAME}({_arguments} -> str")
+    _LIBRARY.impl(f"objection_{_op.NAME}", _objection(_op), "CompositeExplicitAutograd")
 
 
 def _find(name: str) -> list[Path]:
@@ -43,6 +65,18 @@ def _load(name: str) -> str:
     except OSError as error:
         return f"failed to load: {error}"
     return ""
+
+
+def runtime_libraries() -> list[Path]:
+    """What a process without Python loads before a model package with our ops: schemas, then CPU kernels (docs/export.md).
+
+    Raises: FileNotFoundError where one was not built.
+    """
+    found = [(name, _find(name)) for name in ("_C_schemas", "_C_cpu")]
+    for name, files in found:
+        if not files:
+            raise FileNotFoundError(f"{name} was not built (no compiler at install time)")
+    return [files[0] for _, files in found]
 
 
 def _load_cuda() -> str:

@@ -25,14 +25,19 @@ def register(
 ) -> Any:
     """Define the op of `schema` with its kernels; returns the overload to call.
 
-    Every other backend (sparse, MKL-DNN, other accelerators) gets the error of `check`, or that there is no kernel.
+    `cpu` serves where `_C_cpu` does not: that registers its kernels itself, which then need no Python between. Every other
+    backend (sparse, MKL-DNN, other accelerators) gets the error of `check`, or that there is no kernel.
 
     Kernels get the arguments as the schema orders them: keyword-only ones by name, those equal to their default left out.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=TAGS)
+    try:
+        LIBRARY.define(schema, tags=TAGS)
+    except RuntimeError as error:
+        raise ImportError(f"moelora::{name} is defined already: _C_schemas is for processes without moelora_ops") from error
     torch.library.register_fake(f"moelora::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, cpu, "CPU")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"moelora::{name}", "CPU"):
+        LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
 
     def unserved(*args: Any, **kwargs: Any) -> None:
@@ -59,8 +64,8 @@ def refuse_backward(op: Any, *, cpu: Callable[..., Any], cuda: Callable[..., Any
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and _has_tangent((*args, *kwargs.values())):
             raise NotImplementedError(f"moelora::{name} has no forward derivative: it serves inference only")
-        edge = _first_requiring_grad((*args, *kwargs.values())) if torch.is_grad_enabled() else None
-        if edge is not None:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+            edge = _first_requiring_grad((*args, *kwargs.values()))
             result = function.apply(args[0], edge, name, op, args, kwargs)
             return None if writes else result
         known = next_of.get(keys.raw_repr())
@@ -70,6 +75,22 @@ def refuse_backward(op: Any, *, cpu: Callable[..., Any], cuda: Callable[..., Any
             return op(*args, **kwargs)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def autograd_has_work(args: Iterable[Any], options: dict[str, Any]) -> bool:
+    """Whether a call needs the kernel of `refuse_backward`, or has no need of `below_autograd` to pass it.
+
+    The public functions go past that kernel where it has nothing to refuse: handing all arguments to Python and taking them
+    back costs as much as the rest of a call. Modes and tracers see the op either way.
+    """
+    if torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        return True
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options)
 
 
 def _keys(*names: str) -> Any:

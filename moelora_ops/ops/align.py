@@ -11,13 +11,12 @@ from ..kernels import native
 from ..meta import moe_lora_align_block_size as contract
 from . import _library
 
-_CPU = native.op(contract.NAME, "cpu") or reference.moe_lora_align_block_size
 _CUDA = native.op(contract.NAME, "cuda")
 
 
 def _cpu(*args: Any, **kwargs: Any) -> Any:
     contract.check(*args, **kwargs)
-    return _CPU(*args, **kwargs)
+    return reference.moe_lora_align_block_size(*args, **kwargs)
 
 
 def _cuda(*args: Any, **kwargs: Any) -> Any:

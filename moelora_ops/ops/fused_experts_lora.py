@@ -12,12 +12,12 @@ from ..kernels import native
 from ..meta import fused_experts_lora as contract
 from . import _library
 
-_CPU = native.op(contract.NAME, "cpu") or reference.fused_experts_lora
+_NATIVE = native.op(contract.NAME, "cpu")
 
 
 def _cpu(*args: Any, **kwargs: Any) -> Tensor:
     contract.check(*args, **kwargs)
-    return _CPU(*args, **kwargs)
+    return reference.fused_experts_lora(*args, **kwargs)
 
 
 @cache
@@ -38,7 +38,7 @@ def _cuda(*args: Any, **kwargs: Any) -> Tensor:
 
 
 _OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
-_library.refuse_backward(_OP, cpu=_cpu, cuda=_cuda)
+_library.refuse_backward(_OP, cpu=_NATIVE or _cpu, cuda=_cuda)
 
 
 def fused_experts_lora(
@@ -98,22 +98,38 @@ def fused_experts_lora(
     Returns: (T, H), dtype of hidden_states. Rounding: docs/numerics.md.
     Raises: ValueError, TypeError naming the argument, what was expected and what came.
     """
+    args = (
+        hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping, lora_a13, lora_b13, lora_a2, lora_b2
+    )  # fmt: skip
     options: dict[str, Any] = {}  # what has its default is left out: the dispatcher takes half a microsecond for each
-    if lora_ranks is not None or adapter_enabled is not None:
-        options.update(lora_ranks=lora_ranks, adapter_enabled=adapter_enabled)
-    if w13_bias is not None or w2_bias is not None:
-        options.update(w13_bias=w13_bias, w2_bias=w2_bias)
+    if lora_ranks is not None:
+        options["lora_ranks"] = lora_ranks
+    if adapter_enabled is not None:
+        options["adapter_enabled"] = adapter_enabled
+    if w13_bias is not None:
+        options["w13_bias"] = w13_bias
+    if w2_bias is not None:
+        options["w2_bias"] = w2_bias
     if expert_map is not None:
-        options.update(expert_map=expert_map)
-    if activation != "silu" or gated is not True or interleaved is not False:
-        options.update(activation=activation, gated=gated, interleaved=interleaved)
-    if type(swiglu_alpha) is not float or swiglu_alpha != 1.702 or swiglu_limit is not None:
-        options.update(swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit)
-    if apply_router_weight_on_input is not False or type(routed_scaling_factor) is not float or routed_scaling_factor != 1.0:
-        options.update(
-            apply_router_weight_on_input=apply_router_weight_on_input, routed_scaling_factor=routed_scaling_factor
-        )
-    result: Tensor = _OP(
-        hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping, lora_a13, lora_b13, lora_a2, lora_b2, **options
-    )
+        options["expert_map"] = expert_map
+    if activation != "silu":
+        options["activation"] = activation
+    if gated is not True:
+        options["gated"] = gated
+    if interleaved is not False:
+        options["interleaved"] = interleaved
+    if type(swiglu_alpha) is not float or swiglu_alpha != 1.702:
+        options["swiglu_alpha"] = swiglu_alpha
+    if swiglu_limit is not None:
+        options["swiglu_limit"] = swiglu_limit
+    if apply_router_weight_on_input is not False:
+        options["apply_router_weight_on_input"] = apply_router_weight_on_input
+    if type(routed_scaling_factor) is not float or routed_scaling_factor != 1.0:
+        options["routed_scaling_factor"] = routed_scaling_factor
+    result: Tensor
+    if _library.autograd_has_work(args, options):
+        result = _OP(*args, **options)
+    else:
+        with _library.below_autograd():
+            result = _OP(*args, **options)
     return result

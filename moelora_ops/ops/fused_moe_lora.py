@@ -11,12 +11,12 @@ from ..kernels import native
 from ..meta import fused_moe_lora as contract
 from . import _library
 
-_CPU = native.op(contract.NAME, "cpu") or reference.fused_moe_lora
+_NATIVE = native.op(contract.NAME, "cpu")
 
 
 def _cpu(*args: Any, **kwargs: Any) -> None:
     contract.check(*args, **kwargs)
-    _CPU(*args, **kwargs)
+    reference.fused_moe_lora(*args, **kwargs)
 
 
 def _cuda(*args: Any, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ def _cuda(*args: Any, **kwargs: Any) -> None:
 
 
 _OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
-_library.refuse_backward(_OP, cpu=_cpu, cuda=_cuda)
+_library.refuse_backward(_OP, cpu=_NATIVE or _cpu, cuda=_cuda)
 
 
 def fused_moe_lora(
@@ -67,8 +67,12 @@ def fused_moe_lora(
     Rounding: products accumulate in fp32; output + delta is rounded once (docs/numerics.md).
     Source: shrink and expand of SGMV, Punica, arXiv:2310.18547; the contract of SGLang's and vLLM's fused_moe_lora.
     """
-    _OP(
-        output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights,
-        sorted_token_ids, expert_ids, num_tokens_post_padded,
-        lora_ranks=lora_ranks, mul_routed_weight=mul_routed_weight, offset=offset,
+    args = (
+        output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded
     )  # fmt: skip
+    options = {"lora_ranks": lora_ranks, "mul_routed_weight": mul_routed_weight, "offset": offset}
+    if _library.autograd_has_work(args, options):
+        _OP(*args, **options)
+    else:
+        with _library.below_autograd():
+            _OP(*args, **options)
