@@ -268,7 +268,8 @@ def test_layer_targets() -> None:
     found = judged(result_of(Cell(QWEN, 2048), base=160.0, lora=300.0, batched=120.0, route=10.0))
     assert (found["LoRA / floor LoRA"].limit, found["LoRA / floor LoRA"].measured) == (1.55, 1.5)
     assert found["LoRA / floor LoRA, the best peer's"].limit == pytest.approx(663 / 345)
-    assert found["base / floor base, the best without routing"].limit == pytest.approx(440 / 281)
+    best = found["(base - routing) / floor base, the best measured"]
+    assert (best.limit, best.measured) == (pytest.approx(440 / 281), 1.5)
     assert found["(base - routing) / batched cuBLAS"].measured == 1.25
     assert [v.met for v in found.values()] == [True, True, False, False, False]
     assert found["routing of the layer, us"].limit == 9

@@ -98,7 +98,7 @@ def _verdicts(result: Result) -> Iterator[Verdict]:
 
 def _layer(result: Result) -> Iterator[Verdict]:
     cell, published = result.cell, _published(result.cell)
-    lora, base = result.ratio("lora", result.floor_lora), result.ratio("base", result.floor_base)
+    lora, route = result.ratio("lora", result.floor_lora), result.us.get("route")
     if lora is not None and published is not None:
         ours = LAYER.get(cell.num_tokens) if (cell.shape, cell.max_loras, cell.ranks) == (QWEN, 8, "16") else None
         if ours is not None:
@@ -106,11 +106,14 @@ def _layer(result: Result) -> Iterator[Verdict]:
         elif 8 <= cell.num_tokens <= 64:
             yield Verdict("LoRA / floor LoRA", OTHER_SHAPES, lora)
         yield Verdict("LoRA / floor LoRA, the best peer's", published.peer / published.floor_lora, lora)
-    if base is not None and published is not None and published.base:
-        yield Verdict("base / floor base, the best without routing", published.base / published.floor_base, base)
-    batched, route = result.us.get("batched"), result.us.get("route", 0.0)
-    if batched and "base" in result.us and cell.shape == QWEN and cell.num_tokens in BATCHED and _plain(cell):
-        yield Verdict("(base - routing) / batched cuBLAS", BATCHED[cell.num_tokens], (result.us["base"] - route) / batched)
+    if route is None or "base" not in result.us:
+        return
+    base, batched = result.us["base"] - route, result.us.get("batched")
+    if published is not None and published.base and result.floor_base:
+        limit = published.base / published.floor_base
+        yield Verdict("(base - routing) / floor base, the best measured", limit, base / result.floor_base)
+    if batched and cell.shape == QWEN and cell.num_tokens in BATCHED and _plain(cell):
+        yield Verdict("(base - routing) / batched cuBLAS", BATCHED[cell.num_tokens], base / batched)
 
 
 def _delta(result: Result) -> Iterator[Verdict]:

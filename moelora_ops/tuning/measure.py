@@ -163,4 +163,4 @@ def _stage_us(plan: Any, name: str, bound: list[dict[str, Any]]) -> float:
         for launch in launches:
             launch(stream, *(tensor and values[tensor] for tensor in launch.names))
 
-    return statistics.median(timing.samples_us({name: (go, bound)}, plan.device)[name])
+    return statistics.median(timing.samples_us({name: (go, bound)}, plan.device, rest=0.0)[name])
