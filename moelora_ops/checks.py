@@ -19,7 +19,7 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def holds(condition: Any) -> bool:
     """`condition` as a bool; False while a symbolic size leaves it open."""
-    if isinstance(condition, bool):
+    if condition is True or condition is False:  # by `is`: while Dynamo traces, a symbolic condition passes for a bool
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 

@@ -236,16 +236,6 @@ def test_inductor_materialises_no_expanded_adapter() -> None:
     assert "cpp_fused" not in code_of(delta, torch.zeros(5, 2, 32), torch.randn(10, 24), inputs.lora_a2)
 
 
-def test_inductor_copies_no_output_of_the_engine_block() -> None:
-    """In the whole block both deltas go into the buffers that the next step reads; none is cloned first."""
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    code = code_of(Engine(), *batch(9))
-    assert code.count("torch.ops.moelora.fused_moe_lora.default(") == 2 and "clone" not in code
-    assert counters["inductor"].get("possibly_missed_reinplacing_opportunities", 0) == 0
-
-
 @BLOCKS
 def test_export_saves_loads_and_runs(block: type[Block]) -> None:
     """The exported program keeps the ops, survives a file and serves other batch sizes."""

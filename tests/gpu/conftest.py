@@ -31,15 +31,18 @@ def free_memory() -> Iterator[None]:
 
 
 class Captured:
-    """A function captured in a CUDA graph; before each replay all memory that belongs to the graph is filled with NaN."""
+    """A function captured in a CUDA graph; before each replay all memory that belongs to the graph is filled with NaN.
 
-    def __init__(self, function: Callable[[], Tensor], *, warm_up: bool = True) -> None:
+    With a `pool` (torch.cuda.graph_pool_handle()) the memory is that of all graphs captured in it so far.
+    """
+
+    def __init__(self, function: Callable[[], Tensor], *, warm_up: bool = True, pool: Any = None) -> None:
         if warm_up:  # Triton compiles on first use
             with torch.cuda.stream(torch.cuda.Stream()):
                 function()
             torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.output = function()
         segments = torch.cuda.memory_snapshot()
         own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self.graph.pool())]
