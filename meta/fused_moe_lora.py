@@ -66,7 +66,7 @@ def check(
         ("num_tokens_post_padded", num_tokens_post_padded, ("L",)),
         ("lora_ranks", lora_ranks, ("L",)),
     ):
-        if tensor is None:
+        if tensor is None and name == "lora_ranks":
             continue
         check_tensor(name, tensor)
         check_dtype(name, tensor, (torch.int32,))

@@ -1,0 +1,124 @@
+"""The C++ kernels' own look at their arguments: never more lenient than Python's check, and seldom in need of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import moelora_ops
+from moelora_ops import meta
+from moelora_ops.kernels import native
+from moelora_ops.testing.cases import CASES, Case
+
+pytestmark = pytest.mark.skipif(native.CPU_MISSING != "", reason=f"_C_cpu: {native.CPU_MISSING}")
+
+_SPEC = importlib.util.spec_from_file_location("bad_input_of_dispatch", Path(__file__).parent / "test_bad_input.py")
+assert _SPEC is not None and _SPEC.loader is not None
+bad_input = sys.modules["bad_input_of_dispatch"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(bad_input)
+
+CONTRACTS = {contract.NAME: contract for contract in meta.OPS}
+MODES: list[Callable[[], Any]] = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool)
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """Something else in place of an argument, often wrong."""
+    if isinstance(value, list):
+        value = [changed(t, rng) if rng.random() < 0.5 else t for t in value]
+        return value[: rng.choice([0, 1, 1, 2])] if rng.random() < 0.2 else value
+    if isinstance(value, Tensor):
+        dim = rng.randrange(value.dim()) if value.dim() else 0
+        return rng.choice([
+            lambda: value.to(rng.choice(DTYPES)), lambda: value[None], lambda: value[0], lambda: value.narrow(dim, 0, 0),
+            lambda: value.narrow(dim, 0, 1), lambda: value.narrow(dim, 0, value.shape[dim] - 1),
+            lambda: value.narrow(dim, 0, 1).expand(value.shape), lambda: torch.cat([value, value], dim),
+            lambda: value.transpose(-1, dim), lambda: value.repeat_interleave(2, dim=-1)[..., ::2],
+            lambda: torch.cat([value, value], -1)[..., : value.shape[-1]], lambda: value.transpose(-1, dim).contiguous(),
+        ])()  # fmt: skip
+    if isinstance(value, str):
+        return rng.choice(["gelu", "swigluoai", "relu2", "tanh", ""])
+    if isinstance(value, bool):
+        return not value
+    return rng.choice([-1, 0, 1, 2, 3, 5, 2**31 - 1, 2**31, 2**40]) if isinstance(value, int) else rng.choice([0.0, -1.0, 2.5])
+
+
+def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type, str] | None:
+    try:
+        call(**arguments)
+    except Exception as error:  # noqa: BLE001, the comparison is of any
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_lets_through_what_the_check_does(name: str) -> None:
+    """Of arguments with random changes the op serves those that pass the check, and has its error for all others."""
+    rng, served, refused = random.Random(name), 0, 0
+    for _ in range(1500):
+        arguments = bad_input.VALID[name]()
+        for key in rng.sample(sorted(arguments), rng.choice([1, 1, 1, 2, 3])):
+            arguments[key] = None if rng.random() < 0.2 and isinstance(arguments[key], Tensor) else changed(arguments[key], rng)
+        if name == "moe_lora_align_block_size" and arguments["max_loras"] * arguments["block_size"] > 2**24:
+            continue  # memory, if it is served
+        want = outcome(CONTRACTS[name].check, arguments)
+        assert outcome(getattr(torch.ops.moelora, name), arguments) == want, arguments
+        served, refused = served + (want is None), refused + (want is not None)
+    assert served > 100 and refused > 300
+
+
+def calls_of(case: Case) -> list[tuple[str, Any, dict[str, Any]]]:
+    inputs = case.make()
+    align, flags = inputs.align(8)
+    aligned = moelora_ops.moe_lora_align_block_size(*align, **flags)
+    output = torch.zeros(case.num_tokens, case.top_k, case.hidden_size)
+    x = torch.zeros(case.num_pairs, case.intermediate_size)
+    delta = (output, x, *inputs.down_lora(), inputs.topk_weights, *aligned)
+    experts, options = inputs.experts()
+    return [
+        ("moe_lora_align_block_size", align, flags), ("fused_moe_lora", delta, {"lora_ranks": inputs.lora_ranks}),
+        ("fused_experts_lora", experts, options),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_valid_calls_do_not_ask_python(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check, thirty microseconds of Python, runs for calls that may be wrong only."""
+    calls = calls_of(case)
+    for contract in meta.OPS:
+        monkeypatch.setattr(contract, "check", lambda *a, **kw: pytest.fail("Python was asked"))
+    for name, args, kwargs in calls:
+        getattr(torch.ops.moelora, name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["grad", "no_grad", "inference"])
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_errors_are_the_same_in_every_mode(name: str, mode: Callable[[], Any]) -> None:
+    """Whether or not the autograd kernel stands between, for op and function."""
+    *_, bad = (row for row in bad_input.ALL if row.op == name and "another device" not in row.what)
+    with mode():
+        arguments = bad.arguments()
+        for call in (getattr(torch.ops.moelora, name), getattr(moelora_ops, name)):
+            assert outcome(call, arguments) == (bad.error, bad.message)
+
+
+def test_calls_leave_no_memory_behind() -> None:
+    """Arguments of all kinds, a string among them, are freed; torch 2.13's own conversion keeps 32 bytes of each string."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    _, (_, args, kwargs) = calls_of(Case("empty", num_tokens=0))[1:]
+    with torch.inference_mode():
+        for calls in (20_000, 100_000):
+            before = resident()
+            for _ in range(calls):
+                torch.ops.moelora.fused_experts_lora.default(*args, **kwargs | {"activation": "gelu"})
+    assert resident() - before < 1_000_000
