@@ -86,7 +86,7 @@ def autograd_has_work(args: Iterable[Any], options: dict[str, Any]) -> bool:
     The public functions go past that kernel where it has nothing to refuse: handing all arguments to Python and taking them
     back costs as much as the rest of a call. Modes and tracers see the op either way.
     """
-    if torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # Dynamo cannot trace the second question
         return True
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return True
