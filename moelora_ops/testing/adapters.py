@@ -17,18 +17,19 @@ def random_adapter(
     layers: Sequence[int] | None = None,
     projections: Sequence[str] = ("gate", "up", "down"),
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     name: str = "random",
 ) -> LoraAdapter:
     """An adapter of one rank whose delta is about as large as a base of unit gain; each projection has an A of its own.
 
     The scaling differs between experts and is folded into nothing yet.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def projection(size_in: int, size_out: int) -> ProjectionLora:
-        a = torch.randn(geometry.num_experts, rank, size_in, generator=generator) * size_in**-0.5
-        b = torch.randn(geometry.num_experts, size_out, rank, generator=generator) * rank**-0.5
-        scaling = torch.rand(geometry.num_experts, generator=generator) + 0.5
+        a = torch.randn(geometry.num_experts, rank, size_in, generator=generator, device=device) * size_in**-0.5
+        b = torch.randn(geometry.num_experts, size_out, rank, generator=generator, device=device) * rank**-0.5
+        scaling = torch.rand(geometry.num_experts, generator=generator, device=device) + 0.5
         return ProjectionLora(a.to(dtype), b.to(dtype), scaling)
 
     found = {
