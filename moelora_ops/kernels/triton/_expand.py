@@ -50,29 +50,6 @@ def load_b(b_ptr, b_offsets, slot, j, rank, stride_bl, col_mask, VEC: tl.constex
 
 
 @triton.jit
-def prefetch_b(
-    b_ptr, b0_offsets, b1_offsets, first_tile, end_tile, tiles_ptr, tiles_per_slot, max_loras, stride_bl, col_mask,
-    NUM_SLICES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Have the first step's rows of B brought into the L2: a tile that is alone on its multiprocessor waits for them in full."""
-    if first_tile < end_tile:
-        tile = first_tile + tl.arange(0, WIDTH // 16)
-        code = tl.load(tiles_ptr + tile, mask=tile < end_tile, other=-1)
-        known = (code >= 0) & (code // tiles_per_slot < max_loras)
-        at = (code // tiles_per_slot).to(tl.int64) * stride_bl + code % tiles_per_slot * 16
-        inside = known[None, :] & col_mask[:, None]
-        _prefetch(b_ptr + tl.where(inside, at[None, :] + b0_offsets[:, None], 0))
-        if NUM_SLICES == 2:
-            _prefetch(b_ptr + tl.where(inside, at[None, :] + b1_offsets[:, None], 0))
-
-
-@triton.jit
-def _prefetch(pointers):
-    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(code, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def load_z(z_ptr, offsets, mask, split_stride, SPLITS: tl.constexpr):
     """Sum of the splits of z, in fixed order."""
     z = tl.load(z_ptr + offsets, mask=mask, other=0.0)

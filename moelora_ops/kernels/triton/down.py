@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import CHUNK, WIDTH, expand, find_bad, prefetch_b, tile_columns
+from ._expand import CHUNK, WIDTH, expand, find_bad, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -49,13 +49,6 @@ def down_block(
         begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
         tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
         slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
-        b_ptr, b_offsets = b2_ptr + expert.to(tl.int64) * stride_be * VEC, columns.to(tl.int64) * stride_bn * VEC
-        stride_slot = tl.cast(stride_bl, tl.int64) * VEC
-        if early and USE_PDL:
-            prefetch_b(
-                b_ptr, b_offsets, b_offsets, first_tile, end_tile, tiles_ptr, tiles_per_slot, max_loras, stride_slot, col_mask,
-                1, WIDTH,
-            )  # fmt: skip
     acc, _ = project(
         act_ptrs, row_mask, w, w, expert, tile, col_mask, intermediate_size,
         1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,
@@ -67,10 +60,12 @@ def down_block(
 
     again = False
     if z_ptr is not None:
+        b_offsets = columns.to(tl.int64) * stride_bn * VEC
         acc, _ = expand(
             acc, acc, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot,
             z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
-            b_ptr, stride_slot, b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC,
+            b2_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
+            b_offsets, b_offsets, col_mask, ranks_ptr, max_loras, max_rank, 1, SPLITS, VEC,
             1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
         if not SAFE:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import CHUNK, WIDTH, expand, find_bad, prefetch_b, tile_columns
+from ._expand import CHUNK, WIDTH, expand, find_bad, tile_columns
 from ._gemm import load_block, load_row_tiles, locate, project
 
 
@@ -66,13 +66,6 @@ def gate_up_block(
         begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
         tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
         slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
-        b_ptr, stride_slot = b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC
-        b0_offsets, b1_offsets = gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC
-        if BLOCK_M > 64 and USE_PDL:
-            prefetch_b(
-                b_ptr, b0_offsets, b1_offsets, first_tile, end_tile, tiles_ptr, tiles_per_slot, max_loras, stride_slot,
-                col_mask, num_slices, WIDTH,
-            )  # fmt: skip
     gate, up = project(
         x_ptrs, row_mask, w, w1, expert, tile, col_mask, hidden_size,
         num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,
@@ -87,7 +80,8 @@ def gate_up_block(
         gate, up = expand(
             gate, up, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot,
             z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
-            b_ptr, stride_slot, b0_offsets, b1_offsets, col_mask, ranks_ptr, max_loras, max_rank,
+            b13_ptr + expert.to(tl.int64) * stride_be * VEC, tl.cast(stride_bl, tl.int64) * VEC,
+            gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
             num_slices, SPLITS, VEC, 1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
         if not SAFE:
