@@ -11,6 +11,11 @@
 
 namespace moelora {
 
+constexpr size_t kSharedByDefault = 48 * 1024;
+
+// An error that the caller is told of is not left behind for the next one who asks the runtime.
+inline cudaError_t returned(cudaError_t error) { return error == cudaSuccess ? error : cudaGetLastError(); }
+
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // The current device; `shared` are the bytes of shared memory that a CTA may use, 0 where there are no clusters.
@@ -82,9 +87,9 @@ cudaError_t launch(const Device& device, const Problem& problem, int ctas, int t
                    cudaStream_t stream) {
   static std::atomic<uint64_t> allowed;  // bit per device: the kernel may use all of its shared memory
   const uint64_t bit = uint64_t{1} << device.index;
-  if ((allowed.load(std::memory_order_relaxed) & bit) == 0) {
+  if (shared > kSharedByDefault && (allowed.load(std::memory_order_relaxed) & bit) == 0) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared);
-    if (error != cudaSuccess) return error;
+    if (error != cudaSuccess) return returned(error);
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
   cudaLaunchAttribute attributes[2];
@@ -99,7 +104,7 @@ cudaError_t launch(const Device& device, const Problem& problem, int ctas, int t
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = dependent ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, problem);
+  return returned(cudaLaunchKernelEx(&config, kernel, problem));
 }
 
 }  // namespace moelora

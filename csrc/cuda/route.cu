@@ -3,6 +3,7 @@
 
 #include "launch.h"
 #include "route.cuh"
+#include "route_few.cuh"
 
 using namespace moelora;
 
@@ -44,7 +45,7 @@ int moelora_route(const RouteArgs* args, void* stream) {
 
   const bool dependent = (args->flags & kDependent) != 0;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (num_pairs <= 32) return launch<route_warp>(device, problem, 1, 32, 32 * sizeof(int), dependent, cuda_stream);
+  if (num_pairs <= kFewPairs) return launch<route_few>(device, problem, 1, kFewThreads, 0, dependent, cuda_stream);
   const bool narrow = std::max(args->num_pairs, args->num_tiles) < 65536;
   const auto size = [&](const SortPlan& plan) {
     Carver carver{nullptr, 0};
