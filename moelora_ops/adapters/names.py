@@ -10,8 +10,8 @@ from ..errors import AdapterError
 from .geometry import MoeGeometry
 
 # Only prefixes of the decoder layers: `mtp.layers.0` or the layers of a vision tower are others.
-_PREFIX = r"(?:(?:model|language_model|text_model|backbone|thinker|llm|transformer|decoder)\.)*"
-_BEGIN = re.compile(rf"(?:base_model\.model\.)?(?P<path>{_PREFIX}layers\.(?P<layer>[0-9]{{1,9}})\.)")
+PREFIX = r"(?:(?:model|language_model|text_model|backbone|thinker|llm|transformer|decoder)\.)*"
+_BEGIN = re.compile(rf"(?:base_model\.model\.)?(?P<path>{PREFIX}layers\.(?P<layer>[0-9]{{1,9}})\.)")
 _MODULE = r"(?:(?:mlp|block_sparse_moe|feed_forward|ffn|mixer|moe)\.){0,2}"
 # What torch.compile, FSDP, activation checkpointing and DDP put between the modules of a state dict.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
@@ -51,14 +51,19 @@ def is_decoder(begin: str) -> bool:
     return _begin(begin) is not None
 
 
+def clean(name: str) -> str:
+    """A name, or part of one, without the wrappers of training."""
+    return _WRAPPERS.sub("", name)
+
+
 def match(patterns: Iterable[re.Pattern[str]], rest: str) -> re.Match[str] | None:
     """The match of a name's rest with the first pattern that it has, wrappers of training left out."""
-    rest = _WRAPPERS.sub("", rest)
+    rest = clean(rest)
     return next(filter(None, (p.fullmatch(rest) for p in patterns)), None)
 
 
 def _begin(begin: str) -> re.Match[str] | None:
-    return _BEGIN.fullmatch(_WRAPPERS.sub("", begin))
+    return _BEGIN.fullmatch(clean(begin))
 
 
 class Found(NamedTuple):

@@ -15,14 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from ..adapters import files
 from ..adapters.config import AdapterConfig
 from ..adapters.loading import read_config
+from ..adapters.names import LORA, PREFIX, clean
 from ..checks import COMPUTE_DTYPES, short
 from ..errors import AdapterError
 from ..ops import fused_moe_lora
 from ._sequences import Sequences, fixed
 
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<path>.+)\.lora_(?P<half>[AB])\.weight")
+_TENSOR = re.compile(rf"(?:base_model\.model\.)?(?P<path>.+?)(?:{LORA}|\.lora_(?P<mlx>[ab]))")
 # A place in the decoder, whatever the model around it; a vision tower's layers.0 is another place.
-_PLACE = re.compile(r"(?:(?:model|language_model|text_model|backbone)\.)*(?P<place>layers\.[0-9]+\..+|lm_head)")
+_PLACE = re.compile(rf"{PREFIX}(?P<place>layers\.[0-9]+\..+|lm_head)")
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,19 @@ class LinearPool:
         pairs: dict[str, dict[str, tuple[str, Tensor]]] = {}
         paths: dict[str, str] = {}
         for name, tensor in tensors.items():
-            match = _TENSOR.fullmatch(name)
+            match = _TENSOR.fullmatch(clean(name))
             assert match is not None
             linear = self.name_of(match["path"])
             assert linear is not None
-            if match["half"] in pairs.setdefault(linear, {}):
+            half = match["half"] or match["mlx"].upper()
+            if half in pairs.setdefault(linear, {}):
                 raise AdapterError(f"{name}: {linear} must have one lora_A and one lora_B, got also {paths[linear]}")
-            pairs[linear][match["half"]], paths[linear] = (name, tensor), match["path"]
+            if match["mlx"] and config.factor is None:
+                raise AdapterError(
+                    f"adapter_config must have mlx-lm's lora_parameters.scale for {name}, got another tool's fields"
+                )
+            is_mlx = match["mlx"] is not None and tensor.dim() == 2  # (in, r) and (r, out) there
+            pairs[linear][half], paths[linear] = (name, tensor.t() if is_mlx else tensor), match["path"]
         return {linear: self._checked(linear, paths[linear], pair, config) for linear, pair in pairs.items()}
 
     def _checked(self, name: str, path: str, pair: Mapping[str, tuple[str, Tensor]], config: AdapterConfig) -> LinearLora:
@@ -159,7 +166,8 @@ class LinearPool:
         for half, shape in (("A", (rank, linear.in_features)), ("B", (linear.out_features, rank))):
             tensor_name, tensor = pair[half]
             if tuple(tensor.shape) != shape:
-                raise AdapterError(f"{tensor_name} must have shape {shape} (rank of the config), got {tuple(tensor.shape)}")
+                how = "rank of the config" if config.factor is None else "rank of the config, transposed by mlx-lm"
+                raise AdapterError(f"{tensor_name} must have shape {shape} ({how}), got {tuple(tensor.shape)}")
         if rank > self.max_rank:
             raise AdapterError(f"{path}: rank must be <= max_rank = {self.max_rank}, got {rank}")
         lora = LinearLora(pair["A"][1], pair["B"][1], config.scaling(path))
@@ -173,7 +181,7 @@ class LinearPool:
         ours: list[str] = []
         others: list[str] = []
         for name in names:
-            match = _TENSOR.fullmatch(name)
+            match = _TENSOR.fullmatch(clean(name))
             known = match is not None and self.name_of(match["path"]) is not None
             (ours if known else others).append(name)
         return ours, others

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,66 @@ def test_what_is_not_applied_is_reported(family: Any, tmp_path: Path) -> None:
     with enabled.adapters("a"):
         expected = family.merged["a"](family.prompts(1)).logits
         assert (family.model(family.prompts(1)).logits - expected).norm() < 1e-4 * expected.norm()
+
+
+def respelled(source: Path, target: Path, name: Callable[[str], str], mlx: bool = False) -> Path:
+    """The linear layers' part of an adapter under other names: same values."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for old in list(tensors):
+            tensor = tensors.pop(old)
+            if "experts" not in old:
+                tensors[name(old)] = tensor.t().contiguous() if mlx else tensor
+
+    return edited(source, target, edit)
+
+
+PEFT = "base_model.model."
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "with the adapter's name": lambda n: n.replace(".weight", ".default.weight"),
+    "without base_model": lambda n: n.removeprefix(PEFT),
+    "layers alone": lambda n: n.removeprefix(f"{PEFT}model."),
+    "of a multimodal model": lambda n: n.replace(f"{PEFT}model.", f"{PEFT}model.language_model."),
+    "of another one": lambda n: n.replace(f"{PEFT}model.", f"{PEFT}thinker.model."),
+    "compiled": lambda n: n.replace(f"{PEFT}model.", f"{PEFT}_orig_mod.model.").replace("self_attn", "self_attn._orig_mod"),
+    "FSDP": lambda n: n.replace(".self_attn", "._fsdp_wrapped_module.self_attn"),
+    "mlx": lambda n: n.removeprefix(PEFT).replace("lora_A.weight", "lora_a").replace("lora_B.weight", "lora_b"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_names_of_linear_layers(family: Any, tmp_path: Path, spelling: str) -> None:
+    """Linear layers under the names of other tools are applied like those under PEFT's, or refused: never lost."""
+    enabled, ids = family.enable(max_loras=2, max_rank=16), family.prompts(1)
+    plain = respelled(family.folder / "b", tmp_path / "plain", str)
+    other = respelled(family.folder / "b", tmp_path / "other", SPELLINGS[spelling], mlx=spelling == "mlx")
+    if spelling == "mlx":
+        (other / "adapter_model.safetensors").rename(other / "adapters.safetensors")
+        with pytest.raises(AdapterError, match="must have mlx-lm's lora_parameters.scale for model.layers.0.self_attn"):
+            enabled.load(other, "other")
+        fields = json.loads((other / "adapter_config.json").read_text())
+        parameters = {"rank": fields["r"], "scale": fields["lora_alpha"] / fields["r"], "dropout": 0.0}
+        (other / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": parameters}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reports = [enabled.load(plain, "plain"), enabled.load(other, "other")]
+    assert reports[0].linears == reports[1].linears and len(reports[1].linears) == 8
+    results = []
+    for name in ("plain", "other", None):
+        with enabled.adapters(name):
+            results.append(family.model(ids).logits)
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def test_both_spellings_of_one_layer_are_refused(family: Any, tmp_path: Path) -> None:
+    """Two tensors for the same place are not understood."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        name = q_name(tensors, "A")
+        tensors[name.removeprefix(PEFT)] = tensors[name].clone()
+
+    with pytest.raises(AdapterError, match="must have one lora_A and one lora_B, got also"):
+        family.enable(max_loras=1, max_rank=16).load(edited(family.folder / "b", tmp_path / "both", edit), "both")
 
 
 def test_linears_can_be_left_to_the_base(family: Any) -> None:
