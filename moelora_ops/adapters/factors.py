@@ -16,7 +16,7 @@ from ..errors import AdapterError
 
 # Of an adapter: other dtypes need a meaning that a pair does not carry (int8 a scale, complex a real part).
 FACTOR_DTYPES = (*COMPUTE_DTYPES, torch.float64)
-PIECE = 1 << 19  # elements handled at once: what a load needs beside the adapter and the slot
+PIECE = 1 << 23  # elements handled at once: what a load needs beside the adapter and the slot
 
 
 def check_shapes(
