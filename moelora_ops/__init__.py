@@ -11,6 +11,7 @@ _root = _os.path.dirname(_here)
 if not _os.path.isdir(_os.path.join(_here, "meta")) and _os.path.isfile(_os.path.join(_root, "meta", "__init__.py")):
     __path__.append(_root)
 
+from . import compile as compile  # light: Inductor is imported by its enable()
 from .adapters import LoraAdapter, LoraPool, load_adapter
 from .errors import AdapterError, UnsupportedError
 from .layers import FusedMoEWithLoRA, MoeRunner
