@@ -1,9 +1,9 @@
 """What a call of each op costs on a CPU before its work begins: `python -m benchmarks.dispatch [--rounds 60]`.
 
 All arguments are given and there is no token, so that next to nothing is computed. Microseconds of CPU time on one thread
-(which leaves out what other processes take): the median over rounds of the mean of a round. `torch.ops` is the op itself, `function` the one of `moelora_ops`; both below inference_mode,
-no_grad, and with gradients enabled but not asked for. aten.add_ of one element and aten.addmm without rows are measured in
-between, in each round, for a scale.
+(which leaves out what other processes take): the median over rounds of the mean of a round. `torch.ops` is the op itself,
+`function` the one of `moelora_ops`; both below inference_mode, no_grad, and with gradients enabled but not asked for.
+aten.add_ of one element and aten.addmm without rows are measured in between, in each round, for a scale.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(options.rounds)
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, Python {platform.python_version()},", end=" ")
+    print(f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()},", end=" ")
     print(f"C++ kernels: {native.CPU_MISSING or 'yes'}; microseconds of a call")
     print(f"{'':36}" + "".join(f"{mode:>12}" for mode in MODES))
     for name in dict.fromkeys(column.rpartition(" ")[0] for column in found):

@@ -60,14 +60,14 @@ def check(
     check_dtype("topk_weights", topk_weights, (torch.float32,))
     sizes.bind("topk_weights", topk_weights, "T", "K")
     check_device("topk_weights", topk_weights, "output", output)
-    for name, tensor, letters in (
+    tables: list[tuple[str, Tensor, tuple[str, ...]]] = [
         ("sorted_token_ids", sorted_token_ids, ("L", "EM")),
         ("expert_ids", expert_ids, ("L", "blocks")),
         ("num_tokens_post_padded", num_tokens_post_padded, ("L",)),
-        ("lora_ranks", lora_ranks, ("L",)),
-    ):
-        if tensor is None and name == "lora_ranks":
-            continue
+    ]
+    if lora_ranks is not None:
+        tables.append(("lora_ranks", lora_ranks, ("L",)))
+    for name, tensor, letters in tables:
         check_tensor(name, tensor)
         check_dtype(name, tensor, (torch.int32,))
         sizes.bind(name, tensor, *letters)

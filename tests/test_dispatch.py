@@ -11,6 +11,7 @@ from typing import Any, Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import moelora_ops
 from moelora_ops import meta
@@ -122,3 +123,46 @@ def test_calls_leave_no_memory_behind() -> None:
             for _ in range(calls):
                 torch.ops.moelora.fused_experts_lora.default(*args, **kwargs | {"activation": "gelu"})
     assert resident() - before < 1_000_000
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of the ops that reach a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.name()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["grad", "no_grad", "inference"])
+def test_functions_show_the_op_to_modes(mode: Callable[[], Any]) -> None:
+    """Passing the autograd kernel by passes nothing else by."""
+    case = Case("seen")
+    with mode():
+        for name, args, kwargs in calls_of(case):
+            with Seen() as seen:
+                getattr(moelora_ops, name)(*args, **kwargs)
+            assert seen.names.count(f"moelora::{name}") == 1 and not any("native" in seen_name for seen_name in seen.names)
+
+
+def test_functions_pass_by_no_gradient() -> None:
+    """What asks for a gradient or a tangent, by position, in a list or by name, still meets the autograd kernel."""
+    _, (_, delta, _), (_, experts, options) = calls_of(Case("asked", bias=True))
+    refused = "it serves inference only"
+    for name in ("w13_bias", "w2_bias"):
+        out = moelora_ops.fused_experts_lora(*experts, **options | {name: options[name].clone().requires_grad_()})
+        with pytest.raises(NotImplementedError, match=refused):
+            out.sum().backward()
+    output = torch.zeros_like(delta[0])
+    moelora_ops.fused_moe_lora(output, delta[1], [delta[2][0].clone().requires_grad_()], *delta[3:])
+    with pytest.raises(NotImplementedError, match=refused):
+        output.sum().backward()
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match=refused):
+        moelora_ops.fused_experts_lora(forward_ad.make_dual(experts[0], experts[0].clone()), *experts[1:])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=refused):
+        torch.func.jvp(lambda x: moelora_ops.fused_experts_lora(x, *experts[1:]), (experts[0],), (experts[0],))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="an autograd.Function with functorch transforms"):  # it raises
+        torch.func.grad(lambda x: moelora_ops.fused_experts_lora(x, *experts[1:]).sum())(experts[0])

@@ -1,6 +1,6 @@
-// Whether a call is surely one that the checks of meta/ let through. False is no refusal: then Python's check decides, and words
-// the error (`ask_python`). So the rules stand here a second time, but not the messages, and a rule that is too strict here
-// costs time only.
+// Whether a call is surely one that the checks of meta/ let through. False is no refusal: then Python's check decides, and
+// words the error (`ask_python`). So the rules stand here a second time, but not the messages, and a rule that is too strict
+// here costs time only.
 #pragma once
 
 #include <dlfcn.h>
@@ -89,7 +89,9 @@ inline bool has_rows(const Tensor& tensor, Types types, Sizes sizes) {
   return tensor.stride(last) == 1 || tensor.size(last) <= 1;
 }
 
-inline bool has_rows(const OptionalTensor& tensor, Types types, Sizes sizes) { return !tensor || has_rows(*tensor, types, sizes); }
+inline bool has_rows(const OptionalTensor& tensor, Types types, Sizes sizes) {
+  return !tensor || has_rows(*tensor, types, sizes);
+}
 
 // [L, E or 1, ...] with contiguous rows.
 inline bool is_stacked(const Tensor& tensor, Types type, int64_t slots, int64_t experts, int64_t rows, int64_t columns) {

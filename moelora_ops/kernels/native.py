@@ -24,9 +24,9 @@ _LIBRARY = torch.library.Library("moelora_native", "FRAGMENT")
 
 
 def _objection(contract: Any) -> Callable[..., str]:
-    """`check` of an op's contract as an op for C++, through which no Python exception passes: "V" or "T" and the text of the error, or "".
+    """`check` of a contract as an op for C++, through which no Python exception passes.
 
-    V is ValueError, T is TypeError.
+    It returns "V" (ValueError) or "T" (TypeError) and the text of the error, or nothing where there is none.
     """
 
     def objection(*args: Any, **kwargs: Any) -> str:

@@ -88,7 +88,7 @@ def autograd_has_work(args: Iterable[Any], options: dict[str, Any]) -> bool:
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # Dynamo cannot trace the second question
         return True
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options)
 

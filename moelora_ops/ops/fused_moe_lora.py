@@ -68,7 +68,8 @@ def fused_moe_lora(
     Source: shrink and expand of SGMV, Punica, arXiv:2310.18547; the contract of SGLang's and vLLM's fused_moe_lora.
     """
     args = (
-        output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids, expert_ids, num_tokens_post_padded
+        output, hidden_states, lora_a_stacked, lora_b_stacked, topk_weights,
+        sorted_token_ids, expert_ids, num_tokens_post_padded,
     )  # fmt: skip
     options = {"lora_ranks": lora_ranks, "mul_routed_weight": mul_routed_weight, "offset": offset}
     if _library.autograd_has_work(args, options):
