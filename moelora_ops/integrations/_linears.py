@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -208,15 +208,21 @@ def find(model: nn.Module, decoder: str, names: Sequence[str] | None) -> dict[st
         decoder: name of the module that has the layers. names: last parts of the names wanted ("q_proj"); None: all.
 
     Linear layers inside routed experts or of other towers (vision, audio) are left out: their rows are not those of sequences.
+    So are classes with a forward of their own, such as routers that return choices (PhiMoE), but for quantised ones.
     """
     found = {}
     prefix = f"{decoder}.layers." if decoder else "layers."
     for name, module in model.named_modules():
         inside = name.startswith(prefix) and not any("expert" in p and "share" not in p for p in name.lower().split("."))
-        if isinstance(module, nn.Linear) and (inside or name.rpartition(".")[2] == "lm_head"):
+        if _is_plain(module) and (inside or name.rpartition(".")[2] == "lm_head"):
             if names is None or name.rpartition(".")[2] in names:
                 found[name] = module
     return found
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    is_linear = isinstance(module, nn.Linear)
+    return is_linear and (type(module).forward is nn.Linear.forward or module.weight.dtype not in COMPUTE_DTYPES)
 
 
 def _is_recorded(tensor: Tensor) -> bool:

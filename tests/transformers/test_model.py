@@ -213,3 +213,14 @@ class TestUnsupported:
     def test_sizes(self, family: Any, name: str) -> None:
         with pytest.raises(ValueError, match=f"{name} must be"):
             family.enable(**{name: 0})
+
+
+def test_linear_layers_with_a_forward_of_their_own(tiny: Any) -> None:
+    """PhiMoE's router is an nn.Linear that returns choices: it is left to the base, and the model runs."""
+    config = transformers.PhimoeConfig(**{**tiny.SIZES, "num_local_experts": 4})
+    model, ids = transformers.AutoModelForCausalLM.from_config(config).eval(), torch.tensor([[2, 3, 4]])
+    expected = model(ids).logits
+    enabled = enable(model, max_loras=1, max_rank=4)
+    assert "model.layers.0.self_attn.q_proj" in enabled._linear_modules
+    assert not any("router" in name or name.endswith("gate") for name in enabled._linear_modules)
+    assert (model(ids).logits - expected).norm() < 1e-4 * expected.norm()
