@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32] if device == "cuda" else [1, 8])
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=64 if device == "cuda" else 16)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     args = parser.parse_args(argv)
     sizes = DecoderSizes(
