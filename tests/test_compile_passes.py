@@ -1,0 +1,297 @@
+"""The Inductor rewrites: each fires on the spellings it is for and on nothing near them, and computes what eager does."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import fresh_cache
+
+import moelora_ops.compile
+from moelora_ops import UnsupportedError
+from moelora_ops.testing.cases import Case
+from moelora_ops.testing.numerics import TOLERANCES, assert_close
+from moelora_ops.testing.passes import (
+    ACTIVATIONS, EAGER, LAYERS, NEAR_ACTIVATIONS, NEAR_EAGER, NEAR_LAYERS, Activated, Eager, Layer, batch,
+)  # fmt: skip
+
+ops = torch.ops.moelora
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No compiled code, no counts and no pass from another test."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert config.post_grad_custom_pre_pass is None
+
+
+def up_to_the_pass(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Inductor's way to the slot of the pass, and the graph as it is behind it: no code, which takes seconds on a CPU."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    gm = joint_graph_passes(gm)
+    view_to_reshape(gm)
+    config.post_grad_custom_pre_pass(gm.graph)
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
+BACKEND = aot_autograd(fw_compiler=up_to_the_pass, decompositions=select_decomp_table())
+
+
+def fired(function: Callable[..., Any], *args: Any, names: tuple[str, ...] = ()) -> tuple[dict[str, int], Any]:
+    """What fires while a function is compiled, and its result."""
+    torch._dynamo.reset()
+    with torch.no_grad(), moelora_ops.compile.enable(*names) as rewrites:
+        result = torch.compile(function, fullgraph=True, backend=BACKEND)(*args)
+    return {name: count for name, count in rewrites.fired.items() if count}, result
+
+
+def check(module: Any, result: Tensor, x: Tensor, mapping: Tensor) -> None:
+    """Against the same module in fp64, relative to what its adapters change."""
+    exact, none = module.exact(x, mapping), module.exact(x, torch.full_like(mapping, -1))
+    scale = exact - none
+    assert scale.square().mean() > 1e-3 * exact.square().mean(), "the delta is a part of the result"
+    assert_close(result, exact, TOLERANCES[x.dtype], scale=scale, what=str(module))
+
+
+@pytest.mark.parametrize("spelling", EAGER)
+def test_eager_lora_fires(spelling: str) -> None:
+    """A delta in plain PyTorch, however it is spelled, becomes an alignment and the delta op; -1 keeps its meaning."""
+    module = Eager(spelling)
+    x, mapping = batch(13)
+    count, result = fired(module, x, mapping)
+    assert count == {"eager_lora": 1}
+    check(module, result, x, mapping)
+
+
+@pytest.mark.parametrize("spelling", NEAR_EAGER)
+def test_eager_lora_leaves_alone(spelling: str) -> None:
+    """What is nearly a delta stays, with eager's result."""
+    module = Eager(spelling)
+    x, mapping = batch(13)
+    count, result = fired(module, x, mapping)
+    assert count == {}
+    assert_close(result, module(x, mapping), TOLERANCES[x.dtype])
+
+
+@pytest.mark.parametrize("spelling", ACTIVATIONS)
+def test_delta_activation_fires(spelling: str) -> None:
+    """The delta op and an activation of its whole result become one op."""
+    module = Activated(spelling)
+    x, mapping = batch(13)
+    count, result = fired(module, x, mapping)
+    assert count == {"delta_activation": 1}
+    check(module, result, x, mapping)
+
+
+@pytest.mark.parametrize("spelling", NEAR_ACTIVATIONS)
+def test_delta_activation_leaves_alone(spelling: str) -> None:
+    """Another reader of the sum, another half, another function, an offset: both ops stay."""
+    module = Activated(spelling)
+    x, mapping = batch(13)
+    count, result = fired(module, x, mapping)
+    assert count == {}
+    assert_close(result, module(x, mapping), TOLERANCES[x.dtype])
+
+
+@pytest.mark.parametrize("spelling", LAYERS)
+def test_expert_layer_fires(spelling: str) -> None:
+    """A layer around products that we can serve becomes the layer op."""
+    module = Layer(spelling)
+    x, mapping = batch(13, dtype=module.dtype)
+    count, result = fired(module, x, mapping)
+    assert count.pop("shared_align", 0) <= 1 and count == {"expert_layer": 1}
+    check(module, result, x, mapping)
+
+
+@pytest.mark.parametrize("spelling", NEAR_LAYERS)
+def test_expert_layer_leaves_alone(spelling: str) -> None:
+    """Ids that may be -1, another reader, another weight or other experts: the layer stays in parts."""
+    module = Layer(spelling)
+    x, mapping = batch(13, dtype=module.dtype)
+    count, result = fired(module, x, mapping, names=("expert_layer",))
+    assert count == {}
+    assert_close(result, module(x, mapping), TOLERANCES[x.dtype])
+
+
+class Aligns(nn.Module):
+    """Several alignments, flattened into one tensor; `change` of the arguments of the second."""
+
+    def __init__(self, **change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, ids: Tensor, mapping: Tensor) -> Tensor:
+        first: dict[str, Any] = dict(ids=ids, mapping=mapping, experts=8, block=16, loras=3, enabled=None)
+        second = first | {name: f(first[name]) for name, f in self.change.items()}
+        tables = []
+        for call in (first, second):
+            aligned = ops.moe_lora_align_block_size(
+                call["ids"].int(), call["mapping"], call["experts"], call["block"], call["loras"],
+                adapter_enabled=call["enabled"],
+            )  # fmt: skip
+            tables += [t.flatten() for t in aligned]
+        return torch.cat(tables)
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "same": {},
+    "views": {"mapping": lambda m: m.view(-1, 1).squeeze(1)},
+}
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "block size": {"block": lambda n: 8},
+    "slots": {"loras": lambda n: 2},
+    "mapping": {"mapping": lambda m: m + 1},
+    "enabled": {"enabled": lambda e: torch.zeros(3, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_shared_align_fires(name: str) -> None:
+    """Equal arguments are aligned once."""
+    module, inputs = Aligns(**SAME[name]), Case("ids").make()
+    args = inputs.topk_ids.long(), inputs.token_lora_mapping
+    count, result = fired(module, *args)
+    assert count == {"shared_align": 1}
+    assert torch.equal(result, module(*args))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_shared_align_leaves_alone(name: str) -> None:
+    """Another block size, number of slots, mapping or set of enabled slots is another alignment."""
+    module, inputs = Aligns(**DIFFERENT[name]), Case("ids").make()
+    args = inputs.topk_ids.long(), inputs.token_lora_mapping
+    count, result = fired(module, *args)
+    assert count == {}
+    assert torch.equal(result, module(*args))
+
+
+@pytest.mark.parametrize("module", [Eager("einsum"), Activated("chunk"), Layer("einsum")], ids=str)
+def test_dynamic_batch(module: Any) -> None:
+    """One graph for all batch sizes, rewritten as the static one."""
+    with fresh_cache(), torch.no_grad(), moelora_ops.compile.enable() as rewrites:
+        compiled = torch.compile(module, fullgraph=True)
+        for num_tokens in (13, 4, 40):
+            x, mapping = batch(num_tokens)
+            for tensor in (x, mapping):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            check(module, compiled(x, mapping), x, mapping)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(rewrites.fired.values()) == 1 + rewrites.fired["shared_align"]
+
+
+@pytest.mark.parametrize("module", [Eager("einsum"), Activated("chunk"), Layer("einsum")], ids=str)
+def test_half_precision(module: Any) -> None:
+    """bf16, where eager rounds in more places than the ops."""
+    x, mapping = batch(40, dtype=torch.bfloat16)
+    module = type(module)(module.spelling, dtype=torch.bfloat16)
+    count, result = fired(module, x, mapping)
+    assert sum(count.values()) - count.get("shared_align", 0) == 1
+    check(module, result, x, mapping)
+
+
+def test_off_by_default_and_after_the_block() -> None:
+    """Without enable(), and after its end, graphs are as they were, also with a cache that holds the rewritten one."""
+    module = Activated("chunk")
+    args = batch(13)
+
+    def compiled() -> str:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            _, codes = torch._inductor.utils.run_and_get_code(torch.compile(module, fullgraph=True), *args)
+        return str(codes[0])
+
+    with fresh_cache():
+        plain = compiled()
+        assert "fused_moe_lora_activation" not in plain
+        with moelora_ops.compile.enable() as rewrites:
+            on = compiled()
+            misses = counters["inductor"]["fxgraph_cache_miss"]
+            assert "fused_moe_lora_activation" in on and rewrites.fired["delta_activation"] == 1
+            assert "fused_moe_lora_activation" in compiled(), "a hit keeps the rewrite"
+            assert counters["inductor"]["fxgraph_cache_miss"] == misses and rewrites.fired["delta_activation"] == 1
+            with torch._inductor.config.patch(post_grad_custom_pre_pass=None):
+                assert "fused_moe_lora_activation" not in compiled()
+        with moelora_ops.compile.enable("shared_align"):
+            assert "fused_moe_lora_activation" not in compiled(), "other names, another key"
+        assert "fused_moe_lora_activation" not in compiled()
+        assert counters["inductor"]["fxgraph_cache_bypass"] == 0 and counters["inductor"]["fxgraph_cache_hit"] >= 3
+
+
+class Counting(CustomGraphPass):
+    """A pass of the user's."""
+
+    calls = 0
+
+    def __call__(self, graph: Any) -> None:
+        self.calls += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_pass_of_the_user_runs_as_well(cached: bool) -> None:
+    """It runs first, and is what is left; one without a uuid keeps Inductor from caching, as it did before."""
+    theirs = Counting()
+    setting: Any = theirs if cached else lambda graph: theirs(graph)
+    with config.patch(post_grad_custom_pre_pass=setting):
+        handle = moelora_ops.compile.enable()
+        assert (config.post_grad_custom_pre_pass.uuid() is not None) == cached
+        try:
+            with fresh_cache(), torch.no_grad():
+                torch.compile(Aligns(), fullgraph=True)(Case("ids").make().topk_ids, Case("ids").make().token_lora_mapping)
+        finally:
+            handle.disable()
+        assert theirs.calls == 1 and handle.fired["shared_align"] == 1
+        assert config.post_grad_custom_pre_pass is setting
+
+
+def test_switches_in_any_order() -> None:
+    """Nested ones are removed in any order, twice if need be, and what somebody else installed meanwhile stays."""
+    first, second = moelora_ops.compile.enable(), moelora_ops.compile.enable("shared_align")
+    inner = config.post_grad_custom_pre_pass
+    first.disable()
+    assert config.post_grad_custom_pre_pass is inner and inner.before is None
+    second.disable()
+    second.disable()
+    assert config.post_grad_custom_pre_pass is None
+    third, theirs = moelora_ops.compile.enable(), Counting()
+    config.post_grad_custom_pre_pass = theirs
+    third.disable()
+    assert config.post_grad_custom_pre_pass is theirs
+    config.post_grad_custom_pre_pass = None
+
+
+def test_unknown_names_are_refused() -> None:
+    """A rewrite that does not exist is named, with those that do."""
+    with pytest.raises(ValueError, match="names must be among eager_lora, .* got 'fuse'"):
+        moelora_ops.compile.enable("fuse")
+
+
+def test_an_unknown_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the versions and the way out; nothing else of the package is touched."""
+    import importlib
+    import sys
+
+    for name in [n for n in sys.modules if n.startswith("moelora_ops.compile.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("_inductor", "delta_activation", "eager_lora", "expert_layer", "shared_align"):
+        monkeypatch.delattr(moelora_ops.compile, name, raising=False)
+    monkeypatch.setattr(torch, "__version__", "3.1.0")
+    with pytest.raises(UnsupportedError, match=r"known for 2\.11 to 2\.14; this is torch 3\.1\.0: leave enable\(\) out"):
+        moelora_ops.compile.enable()
+    monkeypatch.undo()
+    importlib.import_module("moelora_ops.compile._inductor")
