@@ -104,7 +104,7 @@ class _Layer(nn.Module):
         self.register_buffer("qkv", normal((s.num_heads + 2 * s.num_kv_heads) * s.head_dim, s.hidden_size))
         self.register_buffer("o", normal(s.hidden_size, s.num_heads * s.head_dim))
         self.register_buffer("router", 2 * normal(s.num_experts, s.hidden_size))
-        cache = torch.zeros(s.num_rows + 1, s.num_kv_heads, s.max_length, s.head_dim, dtype=s.dtype, device=s.device)
+        cache = torch.zeros(s.num_rows + 1, s.max_length, s.num_kv_heads, s.head_dim, dtype=s.dtype, device=s.device)
         self.register_buffer("keys", cache)
         self.register_buffer("values", cache.clone())
         self.register_buffer("place", torch.arange(s.max_length, device=s.device))
@@ -126,12 +126,13 @@ class _Layer(nn.Module):
     def _attend(self, h: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         s = self.sizes
         q, k, v = F.linear(h, self.qkv).split([n * s.head_dim for n in (s.num_heads, s.num_kv_heads, s.num_kv_heads)], dim=1)
-        self.keys[rows, :, positions] = k.view(-1, s.num_kv_heads, s.head_dim)
-        self.values[rows, :, positions] = v.view(-1, s.num_kv_heads, s.head_dim)
+        self.keys.index_put_((rows, positions), k.view(-1, s.num_kv_heads, s.head_dim))
+        self.values.index_put_((rows, positions), v.view(-1, s.num_kv_heads, s.head_dim))
         # As products and sums: what torch has for attention or batched products looks whether the batch is one token, at
         # least in some version from 2.11 on, which an unbacked size does not allow.
         q = q.view(-1, s.num_kv_heads, s.num_heads // s.num_kv_heads, 1, s.head_dim)  # the queries of a head of the cache
-        k, v = self.keys[rows].unsqueeze(2), self.values[rows].unsqueeze(2)  # [T, kv heads, 1, max_length, head_dim]
+        # [T, kv heads, 1, max_length, head_dim]
+        k, v = (cache[rows].transpose(1, 2).unsqueeze(2) for cache in (self.keys, self.values))
         unseen = (self.place > positions[:, None])[:, None, None]
         scores = ((q * k).sum(-1) * s.head_dim**-0.5).masked_fill(unseen, -torch.inf)
         out = (scores.softmax(-1).unsqueeze(-1) * v).sum(3)
