@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moelora_ops import AdapterError, load_adapter
-from moelora_ops.adapters import MoeGeometry
+from moelora_ops.adapters import MoeGeometry, files
 from moelora_ops.testing import adapter_formats as formats
 from moelora_ops.testing.adapter_formats import Pairs, Written, dense, random_pairs, write_all
 
@@ -226,7 +228,6 @@ def test_links_and_folders_in_place_of_files(tmp_path: Path) -> None:
         ("adapter_model.pt", "is a pickle"),
         ("adapters.npz", "is no safetensors file"),
         ("adapter.gguf", "is no safetensors file"),
-        ("adapter_model-00001-of-00002.safetensors", "is one of several shards"),
     ],
 )
 def test_other_weight_files_are_named(name: str, hint: str, tmp_path: Path) -> None:
@@ -234,6 +235,71 @@ def test_other_weight_files_are_named(name: str, hint: str, tmp_path: Path) -> N
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(AdapterError, match=f"path must hold adapter_model.safetensors, .*got {name} in .*{hint}"):
         load_adapter(tmp_path, BASE)
+
+
+def split(folder: Path, tensors: dict[str, torch.Tensor], names: list[str]) -> None:
+    for i, name in enumerate(names):
+        save_file(dict(sorted(tensors.items())[i :: len(names)]), folder / name)
+
+
+def test_shards(tmp_path: Path) -> None:
+    """All of them are one adapter, from whichever path; one that is missing, or of another set, is told."""
+    pairs, (config, written, _) = build("linear")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    names = [f"adapter_model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    split(tmp_path, written["adapter_model.safetensors"], names)
+    for path in (tmp_path, tmp_path / names[1]):
+        adapter = load_adapter(path, BASE)
+        for layer, projection in ((0, "gate"), (1, "down")):
+            want = dense(pairs, GEOMETRY, layer, projection, 7 / RANK)
+            torch.testing.assert_close(adapter.delta_weight(layer, projection).double(), want, rtol=1e-5, atol=1e-5)
+    (tmp_path / names[1]).rename(tmp_path / "adapter_model-00002-of-00004.safetensors")
+    with pytest.raises(AdapterError, match="path must hold all 3 shards of one adapter, got adapter_model-00001-of-00003"):
+        load_adapter(tmp_path, BASE)
+    (tmp_path / "adapter_model-00002-of-00004.safetensors").unlink()
+    with pytest.raises(AdapterError, match="path must hold all 3 shards of one adapter"):
+        load_adapter(tmp_path / names[0], BASE)
+
+
+def test_an_adapter_in_a_folder_of_its_name(tmp_path: Path) -> None:
+    """PEFT saves adapters that are not called "default" one folder deeper: the message says which."""
+    (tmp_path / "math").mkdir()
+    write_all(tmp_path / "math", build("linear")[1])
+    with pytest.raises(AdapterError, match="path must hold .* got no such file in .*; meant may be math inside it"):
+        load_adapter(tmp_path, BASE)
+
+
+@pytest.mark.parametrize("how", ["spaces", "escapes", "another order", "metadata last"])
+def test_headers_of_other_writers(how: str, tmp_path: Path) -> None:
+    """What safetensors itself does not write, and JSON allows, says the same."""
+    pairs, written = build("linear")
+    path = write_all(tmp_path, written) / "adapter_model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    fields = {"__metadata__": {"format": "pt"}, **json.loads(raw[8 : 8 + length])}
+    if how in ("another order", "metadata last"):
+        fields = dict(reversed(fields.items()))
+    separators = None if how == "spaces" else (",", ":")
+    text = json.dumps(fields, separators=separators)
+    if how == "escapes":
+        text = text.replace("layers", "l\\u0061yers")
+    path.write_bytes(header(text, raw[8 + length :]))
+    want = dense(pairs, GEOMETRY, 1, "up", 7 / RANK)
+    torch.testing.assert_close(load_adapter(tmp_path, BASE).delta_weight(1, "up").double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_more_tensors_side_by_side_than_one_call_reads(tmp_path: Path) -> None:
+    """1,200 tensors of a layer; and the file is cut while it is read."""
+    base = MoeGeometry.from_config(BASE | {"num_experts": 200, "num_hidden_layers": 1})
+    pairs = random_pairs(base, RANK)
+    path = write_all(tmp_path, formats.as_linear(pairs, base, RANK)) / "adapter_model.safetensors"
+    want = dense(pairs, base, 0, "down", 7 / RANK)
+    torch.testing.assert_close(load_adapter(tmp_path, base).delta_weight(0, "down").double(), want, rtol=1e-5, atol=1e-5)
+    with files.TensorFiles([path]) as tensors:
+        os.truncate(path, path.stat().st_size - 8)
+        last = max(tensors.names, key=lambda name: tensors._entries[name].begin)
+        with pytest.raises(AdapterError, match=f"{last} must be readable, got the end of the file"):
+            tensors.read_stacks([([last], torch.empty(1, *tensors.shape(last)))])
 
 
 def test_two_adapters_in_one_folder_are_refused(tmp_path: Path) -> None:

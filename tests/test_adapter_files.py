@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def test_fused_values(tmp_path: Path) -> None:
         for e in range(4):
             want = sum(2.0 * torch.outer(b[:, column(e, j)], a[e * 4 + j]) for j in range(4))
             torch.testing.assert_close(delta[e], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("version", ["0.19.0rc1", "0.19.1.dev0", "0.19.1.dev0@1a2b3c", "0.19", "", None, 19])
+def test_a_version_that_is_not_settled_is_not_guessed(tmp_path: Path, version: Any) -> None:
+    """Before the releases in which PEFT turned the factors around, a build may be on either side."""
+    config = CONFIG | {"target_parameters": ["experts.down_proj"], "peft_version": version}
+    tensors = {f"{PREFIX}1.mlp.experts.lora_A.weight": torch.randn(16, 12)}
+    tensors[f"{PREFIX}1.mlp.experts.lora_B.weight"] = torch.randn(12, 16)
+    with pytest.raises(AdapterError, match="must show its orientation: .* does not decide for mixtral"):
+        load_files(tmp_path, (config, tensors), BASE | {"model_type": "mixtral", "moe_intermediate_size": 12})
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ..errors import AdapterError
 CONFIG, AUTOMODEL_CONFIG = "adapter_config.json", "automodel_peft_config.json"
 # PEFT and all that write its names; MLX; the experts of KTransformers, beside PEFT's file or alone.
 PEFT, MLX, KTRANSFORMERS = "adapter_model.safetensors", "adapters.safetensors", "fused_expert_lora.safetensors"
+_SHARD = re.compile(r"adapter_model-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors")
 _CONVERT = 'safetensors.torch.save_file(torch.load("{name}", weights_only=True), "' + PEFT + '")'
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _MAX_HEADER = 64 * 2**20  # bytes; 100,000 tensors need 18 MiB
@@ -43,18 +44,33 @@ def find(path: str | os.PathLike[str]) -> list[Path]:
             raise AdapterError(f"path must be a folder or a .safetensors file, got {folder}{_how_to_convert(folder.name)}")
         if not folder.is_file():
             raise AdapterError(f"path must hold {folder.name}, got no such file in {folder.parent}")
-        if folder.name not in (PEFT, MLX, KTRANSFORMERS):
+        if folder.name not in (PEFT, MLX, KTRANSFORMERS) and not _SHARD.fullmatch(folder.name):
             return [folder]
         folder = folder.parent  # half of an adapter may lie in the file beside it
-    found = [folder / name for name in (PEFT, MLX, KTRANSFORMERS) if (folder / name).is_file()]
+    found = [folder / name for name in (PEFT, MLX, KTRANSFORMERS) if (folder / name).is_file()] or _shards(folder)
     if folder / MLX in found and len(found) > 1:
         raise AdapterError(f"path must hold one adapter, got {' and '.join(p.name for p in found)} in {folder}")
     if not found:
         others = sorted(p.name for p in folder.iterdir() if p.suffix in _WEIGHTS)
         got = f"{', '.join(others[:4])}" if others else "no such file"
         why = next(filter(None, map(_how_to_convert, others)), "")
+        inside = sorted(p.parent.name for name in (PEFT, MLX) for p in folder.glob(f"*/{name}"))
+        why = why or (f"; meant may be {' or '.join(inside[:3])} inside it" if inside else "")
         raise AdapterError(f"path must hold {PEFT}, {MLX} or {KTRANSFORMERS}, got {got} in {folder}{why}")
     return found
+
+
+def _shards(folder: Path) -> list[Path]:
+    """adapter_model-00001-of-0000N.safetensors to the N-th; none where there is none."""
+    found = {path: match for path in sorted(folder.iterdir()) if (match := _SHARD.fullmatch(path.name)) and path.is_file()}
+    if found:
+        count = int(next(iter(found.values()))["count"])
+        numbers = [int(match["number"]) for match in found.values() if int(match["count"]) == count]
+        if numbers != list(range(1, count + 1)) or len(numbers) < len(found):
+            raise AdapterError(
+                f"path must hold all {count} shards of one adapter, got {', '.join(p.name for p in found)} in {folder}"
+            )
+    return list(found)
 
 
 def _how_to_convert(name: str) -> str:
@@ -63,7 +79,7 @@ def _how_to_convert(name: str) -> str:
         return f": {name} is a pickle and is not opened; convert it with {_CONVERT.format(name=name)}"
     if suffix in (".npz", ".gguf"):
         return f": {name} is no safetensors file; save the adapter as safetensors"
-    return f": {name} is one of several shards; save them as one {PEFT}" if "-of-" in name else ""
+    return ""
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from .pairs import Layers, Reading
 NAME = "PEFT target_parameters"
 _NAME = pattern("experts(?P<wrappers>(?:\\.base_layer)*)")
 _CHANGED_STORAGE = ("qwen3_vl_moe", "qwen3_vl_moe_text")  # [E, in, out] in transformers v4, [E, out, in] in v5
-_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(\.?(?:dev|rc|a|b))?")
+_UNSETTLED = ((0, 19, 0), (0, 19, 1))  # versions before whose release either may have been done
 _NAMED = {True: "natural", False: "reversed"}
 
 
@@ -184,13 +185,18 @@ def _orientation(
 def _by_version(f: _Factors, config: AdapterConfig, geometry: MoeGeometry) -> bool:
     """What the PEFT that wrote the file did for this storage, where no shape tells."""
     version = _VERSION.match(config.peft_version) if isinstance(config.peft_version, str) else None
-    if version is None or not geometry.model_type or geometry.model_type in _CHANGED_STORAGE:
+    number = tuple(int(part) for part in version.groups()[:3]) if version else ()
+    if (
+        version is None
+        or (version[4] and number in _UNSETTLED)
+        or not geometry.model_type
+        or geometry.model_type in _CHANGED_STORAGE
+    ):
         raise AdapterError(
             f"{f.name_a} must show its orientation: in and out are both {_sizes(f, geometry)[0]}, and adapter_config field "
             f"peft_version, got {config.peft_version!r:.40}, does not decide for "
             f'{geometry.model_type or "a base without model_type"}: the option orientation="natural" or "reversed" does'
         )
-    number = tuple(int(part) for part in version.groups())
     if geometry.model_type in ("llama4", "llama4_text"):
         return number < (0, 19, 1)
     if geometry.transposed:
