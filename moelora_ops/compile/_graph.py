@@ -95,6 +95,12 @@ def _chosen_from(node: Node) -> Any:
 def structure(item: Any) -> Any:
     """Equal for arguments with equal values: small steps of integer arithmetic and views are looked into."""
     if isinstance(item, Node):
+        root = item
+        while root.target in _VIEWS:
+            root = root.args[0]  # type: ignore[assignment]
+        if root is not item:
+            sizes, before = (tuple(map(plain, value(node).shape)) for node in (item, root))
+            return structure(root) if sizes == before else ("view", structure(root), repr(sizes))
         if item.target not in _SMALL:
             return item.name
         return str(item.target), structure(item.args), tuple((k, structure(v)) for k, v in sorted(item.kwargs.items()))
@@ -103,8 +109,9 @@ def structure(item: Any) -> Any:
     return type(item).__name__, repr(item)
 
 
+_VIEWS = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 _SMALL = (
-    *CASTS, *RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.clone.default, aten.where.self,
+    *CASTS, aten.expand.default, aten.clone.default, aten.where.self,
     aten.clamp_min.default, aten.clamp.default, aten.lt.Scalar, aten.ge.Scalar, aten.add.Tensor, aten.mul.Tensor,
     aten.bitwise_not.default, aten.full.default, aten.sym_size.int,
 )  # fmt: skip

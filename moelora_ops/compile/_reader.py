@@ -105,7 +105,10 @@ def _select(read: Reader, node: Node, source: Node, dim: int, index: int) -> Val
 
 
 def _item(read: Reader, node: Node, source: Node, index: int) -> Value:
-    """One piece of a split."""
+    """One piece of a split, or of an unbind."""
+    if source.target is aten.unbind.int:
+        tensor, *rest = source.args
+        return _select(read, node, tensor, rest[0] if rest else 0, index)
     if source.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         raise NoMatch
     tensor, _, *rest = source.args

@@ -54,7 +54,7 @@ class _Block(nn.Module):
         slices = 2 if self.gated else 1
         shapes = {
             "w13": (e, slices * i, h), "w2": (e, h, i), "lora_a13": (l, e, slices * r, h), "lora_b13": (l, e, slices * i, r),
-            "lora_a2": (l, e, r, i), "lora_b2": (l, e, h, r), "router": (e, h),
+            "lora_a2": (l, e, r, i), "lora_b2": (l, e, h, r), "lora_a1": (l, e, r, h), "router": (e, h),
         }  # fmt: skip
         generator = torch.Generator(device).manual_seed(3)
         for name, shape in shapes.items():
@@ -95,7 +95,7 @@ class Eager(_Block):
 
     def forward(self, x: Tensor, mapping: Tensor) -> Tensor:
         weights, ids = self.route(x)
-        base, a, b = self.first_base(x, ids), self.lora_a13[:, :, :RANK].contiguous(), self.lora_b13
+        base, a, b = self.first_base(x, ids), self.lora_a1, self.lora_b13
         name, e, k = self.spelling, self.num_experts, self.top_k
         slot, has = mapping.clamp(min=0), mapping >= 0
         mask = has[:, None, None]
