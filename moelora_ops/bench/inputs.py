@@ -53,11 +53,11 @@ def make_batches(weights: Inputs, cell: Cell, cache: int, seed: int = 0) -> list
         logits = router_logits(case, generator)
         if taken is not None and logits.shape[1] - int(taken.sum()) >= case.top_k:
             logits[:, taken] = -torch.inf
-        topk_weights, topk_ids = logits.softmax(-1).topk(case.top_k, dim=1)
+        chosen_logits, topk_ids = logits.topk(case.top_k, dim=1)
         batch = weights.replace(
             case=case,
             hidden_states=_randn(generator, case.num_tokens, case.hidden_size, dtype=case.dtype),
-            topk_weights=topk_weights,
+            topk_weights=chosen_logits.softmax(-1),
             topk_ids=topk_ids.int(),
             token_lora_mapping=token_slots(case, generator, i),
         )

@@ -10,6 +10,7 @@ from typing import Any, Callable, Sequence
 
 import torch
 
+from .. import ops
 from ..testing import timing
 from ..testing.cases import Inputs
 from . import calls, peers, values
@@ -102,7 +103,8 @@ class Bench:
             for name, call in (("base", calls.base), ("lora", calls.lora)):
                 result.launches[name] = timing.num_launches(lambda: call(batches[0]))
                 result.extra_bytes[name] = timing.extra_bytes(lambda: call(batches[0]))
-                result.host_us[name] = timing.host_us(lambda: call(batches[0]))
+                args, options = batches[0].experts(adapters=name == "lora")
+                result.host_us[name] = timing.host_us(lambda: ops.fused_experts_lora(*args, **options))
         for peer in self.peers:
             self._part(result, peer.name, lambda: self._time(result, peer.calls(batches)))
 
