@@ -1,4 +1,4 @@
-"""Schema, shape contract and fake of `moelora::fused_moe_lora_activation`, the op that a rewrite of `moelora_ops.compile` emits."""
+"""Schema, shape contract and fake of `moelora::fused_moe_lora_activation`, an op that `moelora_ops.compile` emits."""
 
 from __future__ import annotations
 

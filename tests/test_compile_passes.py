@@ -178,11 +178,13 @@ def test_shared_align_leaves_alone(name: str) -> None:
     assert torch.equal(result, module(*args))
 
 
-@pytest.mark.parametrize("module", [Eager("einsum"), Activated("chunk"), Layer("einsum")], ids=str)
-def test_dynamic_batch(module: Any) -> None:
+@pytest.mark.parametrize(
+    "module, backend", [(Eager("raw"), "inductor"), (Activated("chunk"), BACKEND), (Layer("einsum"), BACKEND)], ids=str
+)
+def test_dynamic_batch(module: Any, backend: Any) -> None:
     """One graph for all batch sizes, rewritten as the static one."""
     with fresh_cache(), torch.no_grad(), moelora_ops.compile.enable() as rewrites:
-        compiled = torch.compile(module, fullgraph=True)
+        compiled = torch.compile(module, fullgraph=True, backend=backend)
         for num_tokens in (13, 4, 40):
             x, mapping = batch(num_tokens)
             for tensor in (x, mapping):

@@ -18,6 +18,7 @@ from moelora_ops.testing.numerics import TOLERANCES, assert_close
 from moelora_ops.testing.oracle import assert_bitwise, upcast
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+NAMES = ("empty", "one-token", "no-adapter", "no-slot", "rank-8-in-64", "rank-0-slot", "stray-ids", "disabled-slot", "strided")
 TINY = Case("tiny", num_tokens=5, num_experts=3, hidden_size=24, intermediate_size=20, max_loras=2, ranks=(3, 16))
 
 
@@ -64,7 +65,7 @@ def poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("case", [c for c in CASES if not c.interleaved], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.interleaved and str(c) in NAMES], ids=str)
 def test_expands_and_activates_every_row(case: Case, poisoned_scratch: None) -> None:
     """The formula for each case: rows without an adapter too, with NaN wherever no result may look."""
     inputs, activation = case.make(), "silu" if case.activation == "swigluoai" else case.activation

@@ -63,9 +63,9 @@ def enable(*names: str) -> Rewrites:
     """Switch rewrites on, all or those named, for every graph that Inductor compiles from now on in this process.
 
     A plain call stays on until `disable()` of what it returns; as a context manager, until the end of the block. A pass that
-    is set in `torch._inductor.config.post_grad_custom_pre_pass` runs first and is put back afterwards. What was compiled before
-    stays as it is: call this first, or `torch._dynamo.reset()` after it. Graphs in Inductor's caches are told apart by the files
-    of the rewrites and the names that are on.
+    is set in `torch._inductor.config.post_grad_custom_pre_pass` runs first and is put back afterwards. What was compiled
+    before stays as it is: call this first, or `torch._dynamo.reset()` after it. Graphs in Inductor's caches are told apart by
+    the files of the rewrites and the names that are on.
 
     Raises:
         ValueError: a name that is none of `NAMES`.

@@ -1,13 +1,13 @@
 """What a node of a graph computes, as a product of tensors summed over the axes that its result lacks.
 
-People write the same contraction as an einsum, as `bmm` of flattened batches, as `matmul` with unsqueezed operands or as a product
-and a sum. All of them are one `Value`:
+People write the same contraction as an einsum, as `bmm` of flattened batches, as `matmul` with unsqueezed operands or as a
+product and a sum. All of them are one `Value`:
 
     value[dims] = scale * sum over the other axes of factor_1 * factor_2 * ...
 
-An `Axis` is an index that factors share. A dimension of a tensor is a tuple of axes, outer first: () for a size of 1, two after a
-view has merged two. Views only regroup axes, so they need no rules of their own beyond that, and an axis of unknown (symbolic)
-size is as good as any. What is not understood is a factor as it stands, a `Leaf`.
+An `Axis` is an index that factors share. A dimension of a tensor is a tuple of axes, outer first: () for a size of 1, two
+after a view has merged two. Views only regroup axes, so they need no rules of their own beyond that, and an axis of unknown
+(symbolic) size is as good as any. What is not understood is a factor as it stands, a `Leaf`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _chosen_from(node: Node) -> Any:
         dim = chooser.args[1] if len(chooser.args) > 1 else -1
     else:
         return None
-    return plain(value(chooser.args[0]).shape[dim])  # type: ignore[arg-type, index]
+    return plain(value(chooser.args[0]).shape[dim])  # type: ignore[index]
 
 
 def structure(item: Any) -> Any:

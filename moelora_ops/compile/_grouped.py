@@ -2,7 +2,8 @@
 
     order = ids.sort(); y = _grouped_mm(x[order // K], W, ends of each expert's rows); y[order.argsort()] or out[order] = y
 
-is sum over h of x[pair, h] * W[ids[pair], h, n]. Rows of ids outside [0, E) are undefined in y: whoever uses this sees to the ids.
+is sum over h of x[pair, h] * W[ids[pair], h, n]. Rows of ids outside [0, E) are undefined in y: whoever uses this sees to
+the ids.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ._algebra import Axis, Gather, Leaf, NoMatch, Value, flat, unify
-from ._inductor import CASTS, RESHAPES, aten, plain, quotient, same, value
+from ._inductor import CASTS, RESHAPES, arguments, aten, plain, quotient, same, value
 
 Read = Callable[[Node], Value]
 
@@ -75,7 +76,7 @@ def _read_rows(read: Read, rows: Node, order: Sort, ids: Value) -> Value:
     """Rows of pairs, x[order], or of tokens, x[order // K], in the order of the pairs."""
     if rows.target is not aten.index.Tensor or len(rows.args[1]) != 1:  # type: ignore[arg-type]
         raise NoMatch
-    source, (index,) = rows.args  # type: ignore[misc]
+    source, (index,) = arguments(rows)
     assert isinstance(source, Node) and isinstance(index, Node)
     top_k = 1
     if index.target is aten.div.Tensor_mode and index.kwargs.get("rounding_mode") == "floor":

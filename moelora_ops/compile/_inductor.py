@@ -108,12 +108,13 @@ def delta_calls(graph: Graph) -> Iterator[DeltaCall]:
 
 
 def _delta_call(node: Node) -> DeltaCall | None:
-    arguments = {name: value for name, value in node.kwargs.items() if not name.startswith("_")}
+    given: dict[str, Any] = {name: item for name, item in node.kwargs.items() if not name.startswith("_")}
+    shape: Any
     if node.target is auto_functionalized:
-        base = arguments.pop("output")
+        base = given.pop("output")
         shape = value(base).shape
     else:
-        how = {name: value for name, value in node.kwargs.items() if name.startswith("_")}
+        how: dict[str, Any] = {name: item for name, item in node.kwargs.items() if name.startswith("_")}
         bases = how.pop("_all_bases")
         if not isinstance(bases, (list, tuple)) or len(bases) != 1 or how.pop("_output_base_index", None) != 0:
             return None
@@ -129,7 +130,7 @@ def _delta_call(node: Node) -> DeltaCall | None:
     results = [user for user in users if user.args[1] == 1]
     if len(results) != 1 or len(users) != len(node.users) or any(u.args[1] == 0 and u.users for u in users):
         return None
-    return DeltaCall(node, base, tuple(shape), results[0], arguments)
+    return DeltaCall(node, base, tuple(shape), results[0], given)
 
 
 def _fills(shape: Sequence[Any], stride: Sequence[Any] | None, base: Tensor) -> bool:
@@ -175,10 +176,15 @@ def quotient(whole: Any, part: Any) -> Any:
     return ratio if ratio.is_integer is True else None
 
 
-def value(node: Node) -> Tensor:
+def value(node: Any) -> Tensor:
     """The fake tensor of a node."""
     found: Tensor = node.meta["val"]
     return found
+
+
+def arguments(node: Node) -> tuple[Any, ...]:
+    """A node's positional arguments, which may be anything."""
+    return node.args
 
 
 def contiguous(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from ._algebra import Abandoned, Applied, Axis, Dims, Gather, Leaf, NoMatch, Ref, Value, distinct, flat, key, multiply
 from ._algebra import part_of, regroup, unify
 from ._grouped import read_grouped, sorted_by
-from ._inductor import CASTS, RESHAPES, aten, plain, same, value
+from ._inductor import CASTS, RESHAPES, arguments, aten, plain, same, value
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IDS = (torch.int32, torch.int64)
@@ -107,11 +107,11 @@ def _select(read: Reader, node: Node, source: Node, dim: int, index: int) -> Val
 def _item(read: Reader, node: Node, source: Node, index: int) -> Value:
     """One piece of a split, or of an unbind."""
     if source.target is aten.unbind.int:
-        tensor, *rest = source.args
+        tensor, *rest = arguments(source)
         return _select(read, node, tensor, rest[0] if rest else 0, index)
     if source.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         raise NoMatch
-    tensor, _, *rest = source.args
+    tensor, _, *rest = arguments(source)
     dim = rest[0] if rest else 0
     pieces = [plain(piece.shape[dim]) for piece in source.meta["val"]]
     return part_of(read(tensor), dim, sum(pieces[:index]), pieces[index])
@@ -148,7 +148,8 @@ def _plus(node: Any, number: float) -> Node | None:
     node = uncast(node)
     if node.target in (aten.add.Tensor, aten.add.Scalar) and not node.kwargs:
         if node.args[1] == number:
-            return uncast(node.args[0])
+            found: Node = uncast(node.args[0])
+            return found
     return None
 
 
@@ -190,7 +191,7 @@ def _add(read: Reader, node: Node, left: Any, right: Any) -> Value:
     if inner is None or inner.target not in (aten.erf.default, aten.tanh.default):
         raise NoMatch
     if inner.target is aten.erf.default:
-        found = read(inner.args[0])
+        found = read(arguments(inner)[0])
         return Value((Applied("erf", _scaled_back(found, 0.5**0.5)),), found.dims)
     scaled = uncast(inner.args[0])
     if scaled.target is not aten.mul.Tensor or not _close(scaled.args[1], (2 / torch.pi) ** 0.5):

@@ -2,10 +2,11 @@
 
     base + scale * mask * B[l, e] (A[l, e] x)    becomes    fused_moe_lora(base, x, [A], [B], weights, *align(e, l))
 
-However it is spelled: A[l, e] or a flattened table with l * E + e, einsum, bmm, matmul or a product and a sum, the scale a number
-or a tensor per token, the mask a `where` or a product. What -1 means is kept: an index of -1 is Python's, the last entry, so ids
-that may be negative are wrapped before the alignment sees them; under a mask `l >= 0` they are none, as for the op. All other
-masks and scales go into the op's weights. Neither A[l, e], B[l, e] nor a product of them may have another reader.
+However it is spelled: A[l, e] or a flattened table with l * E + e, einsum, bmm, matmul or a product and a sum, the scale a
+number or a tensor per token, the mask a `where` or a product. What -1 means is kept: an index of -1 is Python's, the last
+entry, so ids that may be negative are wrapped before the alignment sees them; under a mask `l >= 0` they are none, as for the
+op. All other masks and scales go into the op's weights. Neither A[l, e], B[l, e] nor a product of them may have another
+reader.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class _EagerDelta:
         self.node, self.base = node, base
         read = Reader()
         found = read(delta)
-        self.scale = found.scale * node.kwargs.get("alpha", 1)  # only where delta is the second operand
+        alpha: Any = node.kwargs.get("alpha", 1)  # of the second operand
+        self.scale = found.scale * alpha
         if node.kwargs and delta is not node.args[1]:
             raise NoMatch
         adapters = [f for f in found.factors if isinstance(f, Gather) and len(f.refs) == 2]

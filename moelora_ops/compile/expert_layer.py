@@ -2,11 +2,11 @@
 
     align; base = W13[e] x; fused_moe_lora; act; base = W2[e] h; fused_moe_lora; sum over choices of w * ...
 
-The base products may be gathered per pair (einsum, bmm or matmul on W[topk_ids]) or `torch._grouped_mm` on pairs sorted by their
-expert. Ids must be known to lie in [0, E), as those of topk over the experts do: to PyTorch an id of -1 is the last expert, to our
-op it is none. The weight may be in the second base product and its delta (`mul_routed_weight`), or in the sum; a number before it
-becomes `routed_scaling_factor`. A of gate and up must be halves of one tensor, and B too. Nothing on the way may have another
-reader.
+The base products may be gathered per pair (einsum, bmm or matmul on W[topk_ids]) or `torch._grouped_mm` on pairs sorted by
+their expert. Ids must be known to lie in [0, E), as those of topk over the experts do: to PyTorch an id of -1 is the last
+expert, to our op it is none. The weight may be in the second base product and its delta (`mul_routed_weight`), or in the sum;
+a number before it becomes `routed_scaling_factor`. A of gate and up must be halves of one tensor, and B too. Nothing on the way
+may have another reader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ._algebra import Abandoned, Applied, Axis, Factor, Gather, Leaf, NoMatch, Value, key, unify
 from ._graph import behind, below, between, ids_behind, structure, used_elsewhere
-from ._inductor import DeltaCall, Emitter, contiguous, delta_calls, plain, replace, same, value
+from ._inductor import DeltaCall, Emitter, arguments, contiguous, delta_calls, plain, replace, same, value
 from ._reader import Reader
 from .delta_activation import Activation
 
@@ -159,7 +159,7 @@ class _Layer:
         align = aligns.pop()
         if not isinstance(align, Node) or align.target is not torch.ops.moelora.moe_lora_align_block_size.default:
             raise NoMatch
-        self.ids, self.mapping, num_experts, _, self.max_loras = align.args
+        self.ids, self.mapping, num_experts, _, self.max_loras = arguments(align)
         self.enabled = align.kwargs.get("adapter_enabled")
         if align.kwargs.get("expert_map") is not None:
             raise NoMatch

@@ -1,7 +1,7 @@
 """Alignments of the same arguments computed once: Inductor does not merge calls of an op that it does not know.
 
-Fires for every `moe_lora_align_block_size` whose arguments equal those of an earlier one, also where they were computed twice by
-the same small steps. Graphs here are functional, so that equal arguments stay equal.
+Fires for every `moe_lora_align_block_size` whose arguments equal those of an earlier one, also where they were computed twice
+by the same small steps. Graphs here are functional, so that equal arguments stay equal.
 """
 
 from __future__ import annotations

@@ -42,6 +42,17 @@ def batch(
 class _Block(nn.Module):
     """Router, base weights and adapters."""
 
+    ops: Any
+    w13: Tensor
+    w2: Tensor
+    lora_a13: Tensor
+    lora_b13: Tensor
+    lora_a1: Tensor
+    lora_a2: Tensor
+    lora_b2: Tensor
+    router: Tensor
+    scaling: Tensor
+
     def __init__(
         self, spelling: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", num_experts: int = 6, top_k: int = 2,
         hidden_size: int = 32, intermediate_size: int = 24, max_loras: int = MAX_LORAS, rank: int = RANK,
@@ -197,7 +208,7 @@ class Activated(_Block):
             "gelu": F.gelu, "gelu tanh": lambda t: F.gelu(t, approximate="tanh"), "relu2": lambda t: F.relu(t) ** 2,
             "tanh": torch.tanh,
         }  # fmt: skip
-        result = functions.get(name, F.silu)(gate) * up
+        result: Tensor = functions.get(name, F.silu)(gate) * up
         return result + base.mean() if name == "read twice" else result
 
 
