@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32] if device == "cuda" else [1, 8])
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=64 if device == "cuda" else 32)
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU; a tiny model waits for more of them")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     args = parser.parse_args(argv)
     sizes = DecoderSizes(
@@ -97,6 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         num_rows=max(args.batch), max_length=args.steps + 1, max_loras=args.adapters, max_rank=args.rank,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device,
     )  # fmt: skip
+    torch.set_num_threads(args.threads)
     with torch.no_grad():
         run(sizes, args)
 

@@ -6,7 +6,9 @@ two deltas. Each way is compiled once by Inductor, and most tests here look at t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,3 +259,11 @@ def test_switching_lora_off_compiles_once(way: str) -> None:
         want = served.twin.layers[0].experts(x, weights, ids, slots if enabled else torch.full_like(slots, -1))
         assert_close(out, want, TOLERANCES[torch.float32], what=f"lora_enabled={enabled}")
     assert function.compiles == 2
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    """Each row of docs/compile.md is counted by a test of that name."""
+    root = Path(__file__).resolve().parent.parent
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (root / "docs" / "compile.md").read_text())
+    assert len(named) >= 15
+    assert [(file, test) for file, test in named if f"def {test}(" not in (root / file).read_text()] == []

@@ -20,7 +20,9 @@ def example() -> Iterator[Any]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch._dynamo.reset()
+    threads = torch.get_num_threads()
     yield module
+    torch.set_num_threads(threads)
     torch._dynamo.reset()
 
 
