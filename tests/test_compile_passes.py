@@ -86,6 +86,17 @@ def test_eager_lora_leaves_alone(spelling: str) -> None:
     assert_close(result, module(x, mapping), TOLERANCES[x.dtype])
 
 
+def test_what_an_op_refuses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the op's own checks refuse the rewritten call, the graph stays as it was, under Inductor as well."""
+    from moelora_ops.compile import eager_lora
+
+    monkeypatch.setattr(eager_lora, "BLOCK_SIZE", 0)
+    module, args = Eager("einsum"), batch(13)
+    count, result = fired(module, *args)
+    assert count == {}
+    assert_close(result, module(*args), TOLERANCES[torch.float32])
+
+
 @pytest.mark.parametrize("spelling", ACTIVATIONS)
 def test_delta_activation_fires(spelling: str) -> None:
     """The delta op and an activation of its whole result become one op."""

@@ -208,8 +208,12 @@ class Emitter:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode, enable_python_dispatcher():
-            node.meta["val"] = target(*fakes[0], **fakes[1])
+        try:
+            with self.mode, enable_python_dispatcher():
+                node.meta["val"] = target(*fakes[0], **fakes[1])
+        except (TypeError, ValueError):  # the op's own checks: it cannot serve this
+            self.graph.erase_node(node)
+            raise
         return node
 
     def item(self, node: Node, index: int) -> Node:

@@ -96,9 +96,9 @@ def rewrite(graph: Graph) -> int:
 
 def _rewrite_one(graph: Graph, call: DeltaCall) -> bool:
     lora_b, top_k, width = call.arguments["lora_b_stacked"], plain(call.shape[1]), plain(call.shape[2])
-    if call.arguments.get("offset", 0) != 0 or len(lora_b) > 2 or not isinstance(top_k, int):
+    if len(lora_b) > 2 or not isinstance(top_k, int):
         return False
-    if not same(len(lora_b) * plain(value(lora_b[0]).shape[2]), width):
+    if not same(len(lora_b) * plain(value(lora_b[0]).shape[2]), width):  # as wide as the base, so the offset is 0
         return False
     root, name = _activated(call, len(lora_b) == 2)
     if root is None:

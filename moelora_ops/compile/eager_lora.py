@@ -45,8 +45,7 @@ def _rewrite_one(graph: Graph, node: Node) -> bool:
         emit = Emitter(graph, node)
         try:
             result = found.emit(emit)
-        except (TypeError, ValueError):  # the op's own checks
-            replace(graph, node, node)
+        except (TypeError, ValueError):  # the op's own checks; what was added before has no reader
             return False
         replace(graph, node, result)
         return True

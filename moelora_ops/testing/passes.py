@@ -23,7 +23,7 @@ NEAR_EAGER = ("read twice", "gelu between", "other slots", "other experts", "tra
 ACTIVATIONS = (
     "chunk", "slice", "unbind", "split", "rows", "sigmoid", "gelu", "gelu tanh", "relu2", "weighted", "not gated"
 )  # fmt: skip
-NEAR_ACTIVATIONS = ("read twice", "swapped", "interleaved", "offset", "clamped", "tanh", "gate alone")
+NEAR_ACTIVATIONS = ("read twice", "swapped", "interleaved", "offset", "clamped", "tanh", "gate alone", "doubled", "one slice")
 LAYERS = ("einsum", "weight in the sum", "weight contracted", "not gated", "scaled", "histogram", "search")
 NEAR_LAYERS = ("unknown ids", "read twice", "other weight", "other experts", "two tensors", "bias")
 
@@ -177,6 +177,8 @@ class Activated(_Block):
         base = self.first_base(x, ids)
         a, b = self.slices()
         options: dict[str, Any] = {"mul_routed_weight": True} if name == "weighted" else {}
+        if name == "one slice":
+            a, b = a[:1], [self.lora_b13]
         if name == "offset":
             base, options = torch.cat([base[..., :8], base], dim=-1), {"offset": 8}
         self.ops.fused_moe_lora(base, x, a, b, weights, *self.align(ids, mapping), **options)
@@ -206,7 +208,7 @@ class Activated(_Block):
             return gate * up * torch.sigmoid(gate)
         functions: dict[str, Any] = {
             "gelu": F.gelu, "gelu tanh": lambda t: F.gelu(t, approximate="tanh"), "relu2": lambda t: F.relu(t) ** 2,
-            "tanh": torch.tanh,
+            "tanh": torch.tanh, "doubled": lambda t: 2 * F.silu(t),
         }  # fmt: skip
         result: Tensor = functions.get(name, F.silu)(gate) * up
         return result + base.mean() if name == "read twice" else result
