@@ -87,7 +87,7 @@ def test_eager_lora_leaves_alone(spelling: str) -> None:
 
 
 def test_what_an_op_refuses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the op's own checks refuse the rewritten call, the graph stays as it was, under Inductor as well."""
+    """Where the op's own checks refuse the rewritten call, the graph stays as it was."""
     from moelora_ops.compile import eager_lora
 
     monkeypatch.setattr(eager_lora, "BLOCK_SIZE", 0)
