@@ -76,9 +76,14 @@ def _check_capacity(num_pairs: int, num_experts: int, block_size: int) -> None:
 def allocate(topk_ids: Tensor, num_experts: int, block_size: int, max_loras: int) -> tuple[Tensor, Tensor, Tensor]:
     """The three outputs, uninitialised: [L, EM], [L, EM / bs], [L], all int32."""
     capacity = align_capacity(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
-    shapes = ((max_loras, capacity), (max_loras, capacity // block_size), (max_loras,))
-    sorted_token_ids, expert_ids, num_tokens_post_padded = (topk_ids.new_empty(s, dtype=torch.int32) for s in shapes)
-    return sorted_token_ids, expert_ids, num_tokens_post_padded
+
+    def table(columns: int) -> Tensor:
+        if isinstance(columns, int):
+            return topk_ids.new_empty((max_loras, columns), dtype=torch.int32)
+        # The stride that new_empty gives is max(1, columns): with that, torch 2.14's export asks which of the two it is.
+        return topk_ids.new_empty_strided((max_loras, columns), (columns, 1), dtype=torch.int32)
+
+    return table(capacity), table(capacity // block_size), topk_ids.new_empty((max_loras,), dtype=torch.int32)
 
 
 def fake(
