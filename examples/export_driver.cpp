@@ -31,7 +31,7 @@ int run(const char* package, const char* cases) {
     const auto inputs = tensors(item.toListRef()[0]), want = tensors(item.toListRef()[1]);
     const auto got = model.run(inputs);
     bool equal = got.size() == want.size();
-    for (size_t i = 0; equal && i < got.size(); ++i) equal = at::equal(got[i], want[i]);
+    for (size_t i = 0; equal && i < got.size(); ++i) equal = got[i].equal(want[i]);
     std::cout << "case " << count++ << ", " << inputs[0].size(0) << " tokens: " << (equal ? "equal" : "DIFFERENT") << "\n";
     wrong += !equal;
   }
