@@ -1,8 +1,8 @@
 """Builds the optional extensions; everything else is in pyproject.toml.
 
 `_C_cpu` and `_C_schemas` (docs/export.md) need a C++ compiler, `_C_cuda` needs nvcc. All use LibTorch's stable ABI at target
-2.11, so that one binary serves torch 2.11 and later and any Python. A missing compiler leaves a package that works without them;
-MOELORA_REQUIRE_CPP=1 and MOELORA_REQUIRE_CUDA=1 turn that into an error.
+2.11, so that one binary serves torch 2.11 and later and any Python. A missing compiler leaves a package that works without
+them; MOELORA_REQUIRE_CPP=1 and MOELORA_REQUIRE_CUDA=1 turn that into an error.
 """
 
 import importlib.util
