@@ -94,6 +94,11 @@ def serve(experts: nn.Module, served: Served | None) -> None:
         experts.__dict__[_ATTRIBUTE] = served
 
 
+def is_chosen(experts: nn.Module) -> bool:
+    """Whether the module runs through our implementation; `set_experts_implementation` can choose another at any time."""
+    return getattr(experts.config, "_experts_implementation", None) == NAME
+
+
 def is_served(experts: nn.Module) -> bool:
     return _ATTRIBUTE in experts.__dict__
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -39,13 +39,23 @@ class PooledLinear:
     """A and B of every slot for one `nn.Linear`, and the forward hook that adds each row's delta to its output."""
 
     def __init__(self, linear: nn.Linear, pool: LinearPool, dtype: torch.dtype, device: torch.device) -> None:
-        slots, rank = pool.max_loras, pool.max_rank
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.a = fixed(slots, 1, rank, linear.in_features, dtype=dtype, device=device)  # a single expert
-        self.b = fixed(slots, 1, linear.out_features, rank, dtype=dtype, device=device)
         self.users: set[int] = set()  # slots whose adapter has this layer
-        self._pool = pool
-        self._hook: RemovableHandle = linear.register_forward_hook(self)
+        self._linear, self._pool = linear, pool
+        self._hook: RemovableHandle | None = None
+        self.a, self.b = self.slots(dtype, device)
+
+    def slots(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Empty ones in the dtype of the layer's weight, or in `dtype` where that is none that the op computes in."""
+        own, (loras, rank) = self._linear.weight.dtype, (self._pool.max_loras, self._pool.max_rank)
+        dtype = own if own in COMPUTE_DTYPES else dtype
+        return (
+            fixed(loras, 1, rank, self.in_features, dtype=dtype, device=device),  # a single expert
+            fixed(loras, 1, self.out_features, rank, dtype=dtype, device=device),
+        )
+
+    def attach(self) -> None:
+        self._hook = self._linear.register_forward_hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledLinear:
         return self  # as `Served`: a copy of the model has the same adapters
@@ -61,8 +71,9 @@ class PooledLinear:
         fused_moe_lora(y, x, [self.a], [self.b], weights, *aligned, lora_ranks=self._pool.lora_ranks)
         return output
 
-    def remove(self) -> None:
-        self._hook.remove()
+    def detach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
 
 
 class LinearPool:
@@ -71,6 +82,8 @@ class LinearPool:
     Args:
         linears: by name in the model. max_loras, max_rank: as in the pool of the experts.
         sequences: which row has which slot. dtype: of layers whose weight has none that the op computes in (quantised ones).
+
+    The hooks are in the model from `attach` to `detach`.
     """
 
     def __init__(
@@ -86,10 +99,7 @@ class LinearPool:
         self.max_loras, self.max_rank, self.sequences = max_loras, max_rank, sequences
         self.lora_ranks = fixed(max_loras, dtype=torch.int32, device=device)
         self.adapter_enabled = fixed(max_loras, dtype=torch.int32, device=device)
-        self._linears = {}
-        for name, linear in linears.items():
-            own = linear.weight.dtype if linear.weight.dtype in COMPUTE_DTYPES else dtype
-            self._linears[name] = PooledLinear(linear, self, own, device)
+        self._linears = {name: PooledLinear(linear, self, dtype, device) for name, linear in linears.items()}
         self._by_place = _by_place(self._linears)
 
     def name_of(self, path: str) -> str | None:
@@ -121,20 +131,32 @@ class LinearPool:
                 linear.b[slot].zero_()
                 linear.users.discard(slot)
 
-    def copy_from(self, other: LinearPool) -> None:
-        """Take over the slots of a pool for the same layers, on another device or in another dtype."""
-        for name, linear in self._linears.items():
-            source = other._linears[name]
-            linear.a.copy_(source.a)
-            linear.b.copy_(source.b)
-            linear.users = source.users
-        self.lora_ranks.copy_(other.lora_ranks)
-        self.adapter_enabled.copy_(other.adapter_enabled)
+    def moved(self, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+        """Copy the slots to another device, or to the dtypes that the layers have now; calling the result puts them in place."""
 
-    def remove(self) -> None:
-        """Take the hooks out of the model."""
+        def copies(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+            return [target.copy_(source) for target, source in pairs]
+
+        made = {name: copies(*zip(x.slots(dtype, device), (x.a, x.b))) for name, x in self._linears.items()}
+        numbers = (self.lora_ranks, self.adapter_enabled)
+        numbers_made = copies(*((fixed(self.max_loras, dtype=torch.int32, device=device), x) for x in numbers))
+
+        def put() -> None:
+            for name, linear in self._linears.items():
+                linear.a, linear.b = made[name]
+            self.lora_ranks, self.adapter_enabled = numbers_made
+
+        return put
+
+    def attach(self) -> None:
+        """Put the hooks into the model."""
         for linear in self._linears.values():
-            linear.remove()
+            linear.attach()
+
+    def detach(self) -> None:
+        """Take them out."""
+        for linear in self._linears.values():
+            linear.detach()
 
     def read(self, tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, LinearLora]:
         """Pairs of lora_A and lora_B, whose names `split` chose, by linear layer.

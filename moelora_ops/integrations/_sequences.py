@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,15 +51,20 @@ class Sequences:
     """
 
     def __init__(self, max_sequences: int, device: torch.device) -> None:
-        self.slots = fixed(max_sequences, dtype=torch.int32, device=device, fill=-1)
-        self.count = fixed(1, dtype=torch.int64, device=device, fill=1)
+        self.max_sequences = max_sequences
         self.host: tuple[int, ...] = (-1,)  # a copy, so that asking never waits for the device
-        self._rows: Rows | None = None  # of the forward that is running
+        self.move(device)
+
+    def move(self, device: torch.device) -> None:
+        """To another device, with what is chosen."""
+        self.slots = fixed(self.max_sequences, dtype=torch.int32, device=device, fill=-1)
+        self.count = fixed(1, dtype=torch.int64, device=device, fill=1)
+        self.set(self.host)
 
     def set(self, slots: Sequence[int]) -> None:
         """Slots of the next batches: one per sequence, or a single one for all."""
         self.host = tuple(slots)
-        self._rows = None
+        self._rows: Rows | None = None  # of the forward that is running
         self.slots[: len(self.host)].copy_(torch.tensor(self.host, dtype=torch.int32))
         self.count.fill_(len(self.host))
 
@@ -77,3 +85,32 @@ class Sequences:
     def _make(self, num_rows: int) -> Rows:
         index = torch.arange(num_rows, device=self.count.device) * self.count // num_rows
         return Rows(num_rows, self.slots.index_select(0, index))
+
+
+def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """[B, S] of a forward's tokens."""
+    for tokens in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]):
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            return tokens.shape[0], tokens.shape[1]
+    return None
+
+
+def prompts_of_generate() -> int | None:
+    """The number of prompts that transformers' generate was given, if it is among the callers; 1 where it was given none."""
+    from transformers import GenerationMixin
+
+    code: CodeType = _unwrapped(GenerationMixin.generate).__code__
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return None
+    arguments = {**frame.f_locals.get("kwargs", {}), "inputs": frame.f_locals.get("inputs")}
+    given = (arguments.get(name) for name in ("inputs", "inputs_embeds", "input_ids"))
+    return next((tokens.shape[0] for tokens in given if isinstance(tokens, Tensor)), 1)
+
+
+def _unwrapped(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
