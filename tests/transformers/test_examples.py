@@ -55,9 +55,11 @@ def test_real_checkpoint(family: Any, tmp_path: Path) -> None:
 
 
 def test_benchmark() -> None:
-    """benchmarks/generate.py checks the contenders' values and prints a row for the batch."""
+    """benchmarks/generate.py checks the contenders' values and prints a row for the batch, in each of its two blocks."""
     out = run(
-        "-m", "benchmarks.generate", "--shapes=tiny", "--layers=1", "--rounds=1", "--tokens=2", "--batches=1", "--device=cpu"
+        *("-m", "benchmarks.generate", "--shapes=tiny", "--layers=1", "--rounds=1", "--tokens=3", "--batches=1"),
+        *("--device=cpu", "--compiled", "--peft-seconds=0"),
     )
     rows = [line for line in out.splitlines() if line.startswith("| 1 |")]
-    assert len(rows) == 1 and rows[0].count("≥") == 3, "each bar stands beside its value"
+    assert len(rows) == 2 and all(row.count("≥") == 3 for row in rows), "each bar stands beside its value"
+    assert rows[1].count("–") == 1, "all but the eager experts can be compiled"
