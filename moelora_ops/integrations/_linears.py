@@ -46,13 +46,17 @@ class PooledLinear:
         self.a, self.b = self.slots(dtype, device)
 
     def slots(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Empty ones in the dtype of the layer's weight, or in `dtype` where that is none that the op computes in."""
-        own, (loras, rank) = self._linear.weight.dtype, (self._pool.max_loras, self._pool.max_rank)
-        dtype = own if own in COMPUTE_DTYPES else dtype
+        """Empty ones: A and B."""
+        dtype, loras, rank = self.dtype(dtype), self._pool.max_loras, self._pool.max_rank
         return (
             fixed(loras, 1, rank, self.in_features, dtype=dtype, device=device),  # a single expert
             fixed(loras, 1, self.out_features, rank, dtype=dtype, device=device),
         )
+
+    def dtype(self, other: torch.dtype) -> torch.dtype:
+        """That of the layer's weight, or `other` where it is none that the op computes in."""
+        own = self._linear.weight.dtype
+        return own if own in COMPUTE_DTYPES else other
 
     def attach(self) -> None:
         self._hook = self._linear.register_forward_hook(self)
@@ -131,8 +135,12 @@ class LinearPool:
                 linear.b[slot].zero_()
                 linear.users.discard(slot)
 
+    def is_stale(self, dtype: torch.dtype) -> bool:
+        """Whether a layer was cast, alone or with others."""
+        return any(linear.a.dtype != linear.dtype(dtype) for linear in self._linears.values())
+
     def moved(self, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-        """Copy the slots to another device, or to the dtypes that the layers have now; calling the result puts them in place."""
+        """Copy the slots to another device, or to the dtypes that the layers have now; the result puts them in place."""
 
         def copies(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
             return [target.copy_(source) for target, source in pairs]

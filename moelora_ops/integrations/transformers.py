@@ -98,7 +98,9 @@ class EnabledModel:
         self._is_closed = False
         self._modules = _experts.find(model)
         if any(map(_experts.is_served, self._modules.values())):
-            raise ValueError("model must not be enabled already: close() the first one")
+            raise ValueError(
+                "model must not be enabled already, nor be a copy of one that was: close() the first one, copy before"
+            )
         self._activation = _experts.prove_activation(self._modules)
         self._geometry = _experts.geometry(model, self._modules, self._activation)
         decoder = _decoder_name(model, next(iter(self._modules.values())))
@@ -178,6 +180,8 @@ class EnabledModel:
     def unload(self, name: str) -> None:
         """Empty an adapter's slot. It must not be one of the running `adapters`."""
         self._check_open()
+        if name is None:
+            raise ValueError("name must be of a loaded adapter, got None")
         slot = self._slots_of([name])[0]
         if any(slot in block.slots for block in self._blocks):
             raise ValueError(f"name must be of an adapter that is not in use, got {name!r} inside its `adapters` block")
@@ -224,7 +228,7 @@ class EnabledModel:
         for layer, experts in self._modules.items():
             _experts.check_served(f"layer {layer} ({type(experts).__name__})", experts)
             _experts.lay_out(experts, natural_order=True)
-        if self._is_stale():
+        if self._is_stale() or self._linear_pool.is_stale(self.pool.dtype):
             pool, dtype, device = self._make_pool()
             _copy(self.pool, pool)
             put = self._linear_pool.moved(dtype, device)

@@ -165,6 +165,17 @@ def test_a_move_that_runs_out_of_memory(family: Any, monkeypatch: pytest.MonkeyP
     assert sum(len(module._forward_hooks) for module in family.model.modules()) == hooks
 
 
+def test_a_cast_of_attention_alone(family: Any) -> None:
+    """Slots of linear layers follow their own layer, whose dtype may be another than the experts'."""
+    enabled = family.enable("a")
+    slots = enabled._linear_pool._linears["model.layers.0.self_attn.q_proj"]
+    before = slots.a.clone()
+    family.model.model.layers[0].self_attn.to(torch.bfloat16)
+    with enabled.adapters("a"):
+        assert slots.a.dtype == torch.bfloat16 and torch.equal(slots.a, before.bfloat16()) and before.any()
+    assert enabled.pool.dtype == torch.float32 and enabled.pool.rank(0) == 2
+
+
 @pytest.mark.parametrize("where", ["experts", "linears"])
 def test_an_interrupted_load_leaves_no_half_adapter(family: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """KeyboardInterrupt while a slot is written: the name is gone, and nothing of either adapter is left in the slot."""
@@ -221,6 +232,8 @@ def test_names_of_other_types(family: Any, names: Any, kind: type[Exception]) ->
     with pytest.raises(kind, match="names must be"), enabled.adapters(names):
         pass
     assert enabled._sequences.host == (-1,)
+    with pytest.raises(ValueError, match="name must be of a loaded adapter, got None"):
+        enabled.unload(None)
 
 
 def test_attention_alone_survives_a_failed_load(family: Any, tmp_path: Path) -> None:
