@@ -66,6 +66,96 @@ def check(module: Any, result: Tensor, x: Tensor, mapping: Tensor) -> None:
     assert_close(result, exact, TOLERANCES[x.dtype], scale=scale, what=str(module))
 
 
+def nearly(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A delta op whose halves go into something that is nearly an activation."""
+    module = Activated("chunk")
+
+    def function(x: Tensor, mapping: Tensor) -> Tensor:
+        weights, ids = module.route(x)
+        base = module.first_base(x, ids)
+        ops.fused_moe_lora(base, x, *module.slices(), weights, *module.align(ids, mapping))
+        return change(*base.chunk(2, dim=-1))
+
+    return function
+
+
+def total(t: Tensor) -> Tensor:
+    return t.sum(-1, keepdim=True)
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum of gates": lambda gate, up: total(gate) * torch.sigmoid(gate) * up,
+    "sigmoid of a sum": lambda gate, up: gate * torch.sigmoid(total(gate)) * up,
+    "relu of a sum": lambda gate, up: torch.relu(total(gate)) * torch.relu(gate) * up,
+    "tanh of a sum": lambda gate, up: (
+        0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * total(gate**3)))) * up
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_in_an_activation_is_none(name: str) -> None:
+    """An axis that one factor is summed over and another one has is two indices, not one."""
+    function, args = nearly(SUMS[name]), batch(13)
+    count, result = fired(function, *args)
+    assert count == {}
+    assert_close(result, function(*args), TOLERANCES[torch.float32])
+
+
+def plain_delta(base: Tensor, x: Tensor, a: Tensor, b: Tensor, slot: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    at = (slot[:, None], ids)
+    return base, torch.einsum("tkr,tknr->tkn", torch.einsum("th,tkrh->tkr", x, a[at]), b[at])
+
+
+def by_floats(base: Tensor, x: Tensor, a: Tensor, b: Tensor, mapping: Tensor, ids: Tensor) -> Tensor:
+    """Slots cast from floats: of -0.5 the slot is 0, and the mask false."""
+    slots = mapping - 0.5
+    base, delta = plain_delta(base, x, a, b, slots.int().clamp(min=0), ids)
+    return base + delta * (slots >= 0)[:, None, None]
+
+
+def by_bytes(base: Tensor, x: Tensor, a: Tensor, b: Tensor, mapping: Tensor, ids: Tensor) -> Tensor:
+    """Slots of which a cast leaves the last byte."""
+    slots = torch.where(mapping < 0, mapping, mapping + 256).to(torch.int8)
+    base, delta = plain_delta(base, x, a, b, slots.clamp(min=0).int(), ids)
+    return base + delta * (slots >= 0)[:, None, None]
+
+
+def broadcast_zero(base: Tensor, x: Tensor, a: Tensor, b: Tensor, mapping: Tensor, ids: Tensor) -> Tensor:
+    """A `where` that repeats its value because its other branch is larger, and the sum over the copies."""
+    base, delta = plain_delta(base, x, a, b, mapping.clamp(min=0), ids)
+    return base + torch.where((mapping >= 0)[:, None, None, None], delta[:, None], torch.zeros(1, 5, 1, 1)).sum(1)
+
+
+def delta_arguments(num_tokens: int = 13) -> tuple[Tensor, ...]:
+    module, (x, mapping) = Eager("einsum"), batch(num_tokens)
+    _, ids = module.route(x)
+    return module.first_base(x, ids), x, module.lora_a1, module.lora_b13, mapping, ids
+
+
+@pytest.mark.parametrize("function", [by_floats, by_bytes, broadcast_zero])
+def test_what_a_cast_or_a_broadcast_changes_is_kept(function: Any) -> None:
+    """Whether a rewrite fires or not, the result is eager's."""
+    args = delta_arguments()
+    _, result = fired(function, *args)
+    assert_close(result, function(*args), TOLERANCES[torch.float32])
+
+
+def test_a_broadcast_delta_of_an_unbacked_batch_is_left_alone() -> None:
+    """The delta of one token added to all: the op's checks cannot tell before it runs."""
+
+    def function(*args: Tensor) -> Tensor:
+        base, delta = plain_delta(*args)
+        return base + delta
+
+    base, x, a, b, mapping, ids = delta_arguments()
+    args = (base, x[:1].clone(), a, b, mapping[:1].clamp(min=0), ids[:1].clone())
+    torch._dynamo.decorators.mark_unbacked(base, 0)
+    count, result = fired(function, *args)
+    assert count == {}
+    assert_close(result, function(*args), TOLERANCES[torch.float32])
+
+
 @pytest.mark.parametrize("spelling", EAGER)
 def test_eager_lora_fires(spelling: str) -> None:
     """A delta in plain PyTorch, however it is spelled, becomes an alignment and the delta op; -1 keeps its meaning."""

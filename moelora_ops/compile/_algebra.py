@@ -117,9 +117,12 @@ class Value:
         """Those of the result, in order."""
         return flat([axis for dim in self.dims for axis in dim])
 
+    def bound(self) -> set[Axis]:
+        """Those of the factors: an index outside them only repeats the value."""
+        return {axis for factor in self.factors for axis in factor.axes() if not same(axis.size, 1)}
+
     def summed(self) -> set[Axis]:
-        inside = {axis for factor in self.factors for axis in factor.axes() if not same(axis.size, 1)}
-        return inside - set(self.axes())
+        return self.bound() - set(self.axes())
 
 
 def key(factor: Factor) -> Any:
@@ -214,8 +217,7 @@ def _size(axes: Sequence[Axis]) -> Any:
 
 def multiply(left: Value, right: Value) -> Value:
     """Elementwise product, broadcast."""
-    if left.summed() & set(right.summed()):
-        raise NoMatch  # the same sum twice
+    check_apart(left, right)
     rank = max(len(left.dims), len(right.dims))
     padded = [((),) * (rank - len(v.dims)) + v.dims for v in (left, right)]
     dims = []
@@ -224,6 +226,13 @@ def multiply(left: Value, right: Value) -> Value:
             unify(a, b)
         dims.append(flat(a or b))
     return distinct(Value((*left.factors, *right.factors), tuple(dims), left.scale * right.scale))
+
+
+def check_apart(left: Value, right: Value) -> None:
+    """What one of two factors sums over is not an axis of the other: one name for two indices. Raises: NoMatch."""
+    for a, b in ((left, right), (right, left)):
+        if a.summed() & (b.bound() | set(b.axes())):
+            raise NoMatch
 
 
 def distinct(found: Value) -> Value:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from ._inductor import CASTS, RESHAPES, aten, plain, value
+from ._inductor import CASTS, IDS, RESHAPES, aten, plain, value
 
 _MOST = 400  # nodes behind one that are looked at: an activation or a weighted sum is nearer
 
@@ -46,8 +46,8 @@ def _unread(node: Node) -> bool:
 
 
 def ids_behind(node: Node) -> Node:
-    """The node that ids come from, behind integer casts."""
-    while node.target in CASTS:
+    """The node that ids come from, behind casts between int32 and int64: all others make new numbers of them."""
+    while node.target in CASTS and value(node).dtype in IDS and value(node.args[0]).dtype in IDS:
         node = node.args[0]  # type: ignore[assignment]
     return node
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ._algebra import Axis, Gather, Leaf, NoMatch, Value, flat, unify
-from ._inductor import CASTS, RESHAPES, arguments, aten, plain, quotient, same, value
+from ._inductor import CASTS, IDS, RESHAPES, arguments, aten, plain, quotient, same, value
 
 Read = Callable[[Node], Value]
 
@@ -104,7 +104,7 @@ def _are_ends(node: Node, order: Sort, num_experts: Any) -> bool:
         if counts.target is not aten.histc.default or tuple(counts.args[1:]) != (num_experts, 0, num_experts - 1):
             return False
         counted = _uncast(counts.args[0])
-        return counted is _uncast(order.vector) or _is_sorted(counted, order)
+        return _is_sorted(counted, order) or value(counted).dtype in IDS and counted is _uncast(order.vector)
     if node.target is not aten.searchsorted.Tensor:
         return False
     right = node.kwargs.get("right", False) or node.kwargs.get("side") == "right"

@@ -35,6 +35,7 @@ except ImportError as error:
 aten = torch.ops.aten
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+IDS = (torch.int32, torch.int64)
 
 
 # A pass that is told whether it sees an inference graph; not in every version. Ours is one so that a user's can be.

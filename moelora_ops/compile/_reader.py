@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import replace
 from typing import Any, Callable, Sequence
@@ -9,13 +10,12 @@ from typing import Any, Callable, Sequence
 import torch
 from torch.fx import Node
 
-from ._algebra import Abandoned, Applied, Axis, Dims, Gather, Leaf, NoMatch, Ref, Value, distinct, flat, key, multiply
-from ._algebra import part_of, regroup, unify
+from ._algebra import Abandoned, Applied, Axis, Dims, Gather, Leaf, NoMatch, Ref, Value, check_apart, distinct, flat, key
+from ._algebra import multiply, part_of, regroup, unify
 from ._grouped import read_grouped, sorted_by
-from ._inductor import CASTS, RESHAPES, arguments, aten, plain, same, value
+from ._inductor import CASTS, IDS, RESHAPES, arguments, aten, plain, same, value
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-IDS = (torch.int32, torch.int64)
 
 
 class Reader:
@@ -33,10 +33,11 @@ class Reader:
                 if rule is None:
                     raise NoMatch
                 found = rule(self, node, *node.args)
+                _check_shape(node, found)
                 self.read.add(node)
             except Abandoned:
                 raise
-            except (NoMatch, TypeError):  # TypeError: arguments that the rule does not know
+            except (NoMatch, TypeError, ArithmeticError):  # arguments that the rule does not know; x / 0
                 found = self.leaf(node)
             self.known[node] = found
         return found
@@ -48,6 +49,13 @@ class Reader:
         dims = tuple(() if same(size, 1) else (Axis(plain(size)),) for size in value(node).shape)
         refs = tuple(tuple(Ref(axis, 0, axis.size) for axis in dim) for dim in dims)
         return Value((Leaf(node, refs),), dims)
+
+
+def _check_shape(node: Node, found: Value) -> None:
+    """A rule may not have seen that another argument broadcasts its value. Raises: NoMatch."""
+    sizes = [math.prod(axis.size for axis in flat(dim)) for dim in found.dims]
+    if len(sizes) != value(node).dim() or not all(same(a, b) for a, b in zip(sizes, value(node).shape)):
+        raise NoMatch
 
 
 def _float(node: Node) -> None:
@@ -130,7 +138,7 @@ def _div(read: Reader, node: Node, left: Any, right: Any) -> Value:
     _float(node)
     if isinstance(right, (int, float)):
         return replace(read(left), scale=read(left).scale / right)
-    return multiply(read(left), Value((Applied("sigmoid", inner := _logistic(read, right)),), inner.dims))
+    return multiply(read(left), _apply("sigmoid", _logistic(read, right)))
 
 
 def _logistic(read: Reader, node: Node) -> Value:
@@ -160,19 +168,23 @@ def uncast(node: Any) -> Any:
     return node
 
 
+def _apply(name: str, found: Value) -> Value:
+    """A function of a value. Of a sum none is known: its axis would pass for one of the result."""
+    if found.summed():
+        raise NoMatch
+    return Value((Applied(name, found),), found.dims)
+
+
 def _sigmoid(read: Reader, node: Node, source: Node) -> Value:
-    found = read(source)
-    return Value((Applied("sigmoid", found),), found.dims)
+    return _apply("sigmoid", read(source))
 
 
 def _reciprocal(read: Reader, node: Node, source: Node) -> Value:
-    found = _logistic(read, source)
-    return Value((Applied("sigmoid", found),), found.dims)
+    return _apply("sigmoid", _logistic(read, source))
 
 
 def _relu(read: Reader, node: Node, source: Node) -> Value:
-    found = read(source)
-    return Value((Applied("relu", found),), found.dims)
+    return _apply("relu", read(source))
 
 
 def _square(read: Reader, node: Node, source: Node, exponent: Any) -> Value:
@@ -191,8 +203,7 @@ def _add(read: Reader, node: Node, left: Any, right: Any) -> Value:
     if inner is None or inner.target not in (aten.erf.default, aten.tanh.default):
         raise NoMatch
     if inner.target is aten.erf.default:
-        found = read(arguments(inner)[0])
-        return Value((Applied("erf", _scaled_back(found, 0.5**0.5)),), found.dims)
+        return _apply("erf", _scaled_back(read(arguments(inner)[0]), 0.5**0.5))
     scaled = uncast(inner.args[0])
     if scaled.target is not aten.mul.Tensor or not _close(scaled.args[1], (2 / torch.pi) ** 0.5):
         raise NoMatch
@@ -202,7 +213,9 @@ def _add(read: Reader, node: Node, left: Any, right: Any) -> Value:
     x, cube = read(polynomial.args[0]), _scaled_back(read(polynomial.args[1]), 0.044715)
     if x.scale != 1.0 or sorted(map(key, cube.factors), key=repr) != sorted(map(key, x.factors * 3), key=repr):
         raise NoMatch
-    return Value((Applied("tanh", x),), x.dims)
+    if cube.axes() != x.axes():  # a sum of cubes
+        raise NoMatch
+    return _apply("tanh", x)
 
 
 def _scaled_back(found: Value, scale: float) -> Value:
@@ -243,8 +256,7 @@ def _sum(read: Reader, node: Node, source: Node, dims: Sequence[int] | None = No
     _float(node)
     found = read(source)
     gone = {dim % len(found.dims) for dim in (dims if dims else range(len(found.dims)))}
-    bound = {axis for factor in found.factors for axis in factor.axes()}
-    if any(axis not in bound for dim in gone for axis in flat(found.dims[dim])):
+    if not {axis for dim in gone for axis in flat(found.dims[dim])} <= found.bound():
         raise NoMatch
     kept = [() if i in gone else d for i, d in enumerate(found.dims) if keepdim or i not in gone]
     return replace(found, dims=tuple(kept))
@@ -252,15 +264,13 @@ def _sum(read: Reader, node: Node, source: Node, dims: Sequence[int] | None = No
 
 def _bmm(read: Reader, node: Node, left: Node, right: Node) -> Value:
     a, b = read(left), read(right)
-    if a.summed() & b.summed():
-        raise NoMatch
+    check_apart(a, b)
     (batch, m, k), (other_batch, other_k, n) = a.dims, b.dims
     if set(flat(m)) & set(flat(n)):
         raise NoMatch
     unify(batch, other_batch)
     unify(k, other_k)
-    bound = {axis for factor in (*a.factors, *b.factors) for axis in factor.axes()}
-    if not set(flat(k)) <= bound:
+    if not set(flat(k)) <= a.bound() | b.bound():
         raise Abandoned
     both = Value((*a.factors, *b.factors), (flat(batch), flat(m), flat(k), flat(n)), a.scale * b.scale)
     distinct(both)

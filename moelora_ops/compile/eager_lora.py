@@ -18,8 +18,8 @@ from torch.fx import Graph, Node
 
 from ._algebra import Abandoned, Applied, Axis, Gather, Leaf, NoMatch, Value, key
 from ._graph import ids_behind, not_negative, used_elsewhere
-from ._inductor import Emitter, aten, contiguous, plain, replace, same, value
-from ._reader import IDS, Reader, constant
+from ._inductor import IDS, Emitter, aten, contiguous, plain, replace, same, value
+from ._reader import Reader, constant
 
 BLOCK_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -144,7 +144,10 @@ class _EagerDelta:
             raise NoMatch
         if not contiguous(out) or not contiguous(value(self.base)) or not contiguous(value(self.x.node)):
             raise NoMatch
-        if len(out.shape) != value(self.base).dim() or not all(same(s, t) for s, t in zip(out.shape, value(self.base).shape)):
+        for term in (self.base, delta):  # neither is broadcast: with an unbacked batch the op would find out when it runs
+            if len(out.shape) != value(term).dim() or not all(same(s, t) for s, t in zip(out.shape, value(term).shape)):
+                raise NoMatch
+        if any(value(factor.node).device != out.device for factor in self.factors):  # a scale on the CPU
             raise NoMatch
         if sum(not isinstance(plain(size), int) for size in out.shape) > 1:
             raise NoMatch
@@ -243,12 +246,12 @@ def _unmasked(node: Node, factors: list[Leaf], leaf: Leaf) -> Node | None:
         raw = node.args[0]
     elif node.target is aten.where.self and constant(node.args[2]) == 0 and _is_mask_of(node.args[0], node.args[1], False):
         raw = node.args[1]
-    if raw is None:
+    if raw is None or value(raw).dtype not in IDS:
         return None
     for factor in factors:
         if factor.axes() == leaf.axes() and _is_mask_of(factor.node, raw, factor.negated):
             factors.remove(factor)
-            return ids_behind(raw) if value(raw).dtype not in IDS else raw
+            return raw  # type: ignore[no-any-return]
     return None
 
 
