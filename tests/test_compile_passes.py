@@ -269,6 +269,19 @@ def test_shared_align_fires(name: str) -> None:
     assert torch.equal(result, module(*args))
 
 
+def test_alignments_that_are_returned_stay_apart() -> None:
+    """A caller who writes into one of them does not write into the other."""
+
+    def function(ids: Tensor, mapping: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = (ops.moe_lora_align_block_size(ids, mapping, 8, 16, 3) for _ in range(2))
+        return first[2], second[2].view(-1, 1)
+
+    inputs = Case("ids").make()
+    _, (first, second) = fired(function, inputs.topk_ids, inputs.token_lora_mapping)
+    first.fill_(-7)
+    assert (second >= 0).all()
+
+
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_shared_align_leaves_alone(name: str) -> None:
     """Another block size, number of slots, mapping or set of enabled slots is another alignment."""
@@ -371,6 +384,13 @@ def test_switches_in_any_order() -> None:
     second.disable()
     second.disable()
     assert config.post_grad_custom_pre_pass is None
+    with config.patch(post_grad_custom_pre_pass=None):
+        outer = moelora_ops.compile.enable()
+        with config.patch(post_grad_custom_pre_pass=None):
+            outer.disable()
+        assert config.post_grad_custom_pre_pass.names == (), "put back by somebody else, it does nothing"
+        torch.compile(Aligns(), backend=BACKEND)(Case("ids").make().topk_ids, Case("ids").make().token_lora_mapping)
+        assert outer.fired["shared_align"] == 0
     third, theirs = moelora_ops.compile.enable(), Counting()
     config.post_grad_custom_pre_pass = theirs
     third.disable()

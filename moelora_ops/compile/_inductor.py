@@ -75,7 +75,11 @@ def install(rewrite: Callable[[Graph], None], names: Sequence[str]) -> Pass:
 
 
 def remove(installed: Pass) -> None:
-    """Take a pass out again, also from behind a later one of ours; what somebody else put there meanwhile stays."""
+    """Take a pass out again, also from behind a later one of ours; what somebody else put there meanwhile stays.
+
+    Where somebody puts it back (a `config.patch` that ends later), it does nothing.
+    """
+    installed.rewrite, installed.names = lambda graph: None, ()
     if config.post_grad_custom_pre_pass is installed:
         config.post_grad_custom_pre_pass = installed.before
         return
