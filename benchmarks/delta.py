@@ -224,7 +224,7 @@ def launch(batch: Call, projection: int, tiles: Delta, stage: int) -> None:
     table = (call.sorted_token_ids, call.expert_ids, call.num_tokens_post_padded, call.lora_ranks)
     stream = current_stream(call.output.device)
     if stage == 0:
-        stages[1](stream, call.hidden_states, z, a[0], a[1] if len(a) == 2 else None, *table)
+        stages[1](stream, call.hidden_states, z, a[0], a[1] if len(a) == 2 else None, *table, None)
     else:
         stages[2](stream, call.output, z, b[0], b[1] if len(b) == 2 else None, call.topk_weights, *table)
 

@@ -122,3 +122,26 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
         change = dict(base=torch.zeros(5, 2, 60))
     with pytest.raises(ValueError, match=message):
         OP(change.get("base", call.base), x, a, b, *rest, activation=change.get("activation", "silu"))
+
+
+@interpreted
+def test_places_of_another_batch_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch where a batch full of adapters left its places, and scratch of every other kind, before one with few of them."""
+    case = TINY.like(num_tokens=9, adapters="mixed")
+    full, few = case.like(adapters="uniform").make(), case.make()
+    few.token_lora_mapping[1:] = -1
+    places = torch.empty(case.num_pairs, dtype=torch.int64)
+    monkeypatch.setattr(delta_activation, "_PLANS", {})
+    monkeypatch.setattr(delta_activation.Plan, "_places", staticmethod(lambda like, num_pairs: places[:num_pairs]))
+    Call(full).check(delta_activation.fused_moe_lora_activation)
+    kept = places.clone()
+    assert (kept >= 0).all()
+    call = Call(few)
+    ids, padded = call.args[4], call.args[6]
+    unused = torch.arange(ids.shape[1])[None, :] >= padded[:, None]
+    places_past = unused.flatten().nonzero()[: case.num_pairs, 0]
+    ids.view(-1)[places_past] = torch.arange(case.num_pairs, dtype=ids.dtype)  # what is past the padding is anything
+    constants = (torch.full_like(kept, n) for n in (-(2**62), -1, 0, ids.numel() - 1, ids.numel(), 2**62))
+    for content in (kept, kept.flip(0), places_past, *constants):
+        places.copy_(content)
+        call.check(delta_activation.fused_moe_lora_activation)

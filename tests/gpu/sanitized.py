@@ -7,6 +7,7 @@ from torch import Tensor
 
 import moelora_ops
 from moelora_ops.kernels.triton import align
+from moelora_ops.ops.fused_moe_lora_activation import OP as fused_moe_lora_activation
 
 
 def randn(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -35,6 +36,10 @@ def run(num_tokens: int, dtype: torch.dtype, *, gated: bool, interleaved: bool) 
     output = randn(T, K, S * I + 3, dtype=dtype)
     halves = (list(a13.chunk(S, dim=2)), list(b13.chunk(S, dim=2)))
     moelora_ops.fused_moe_lora(output, x, *halves, topk_weights, *routing, lora_ranks=ranks, mul_routed_weight=True, offset=3)
+    whole = output[..., : S * I].contiguous()
+    fused_moe_lora_activation(
+        whole, x, *halves, topk_weights, *routing, lora_ranks=ranks, activation="gelu" if gated else "relu2"
+    )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def make(monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> tuple[nn.Modu
         output: Tensor, x: Tensor, a0: Tensor, a1: Tensor, b0: Tensor, b1: Tensor, ids: Tensor, experts: Tensor, lengths: Tensor
     ) -> None:
         z = delta.new_z(output, splits, CASE.num_pairs, 2 * CASE.max_lora_rank)
-        shrink(x, z, a0, a1, ids, experts, lengths, None)
+        shrink(x, z, a0, a1, ids, experts, lengths, None, None)
         expand(output, z, b0, b1, None, ids, experts, lengths, None)
 
     class Model(nn.Module):

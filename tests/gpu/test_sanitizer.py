@@ -19,7 +19,16 @@ SCRIPT = Path(__file__).with_name("sanitized.py")
 def test_no_errors(tool: str) -> None:
     """Without the caching allocator every tensor is an allocation of its own, so an access past its end is an error."""
     assert SANITIZER is not None
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all", sys.executable, str(SCRIPT)]
+    # Calls of the driver may fail: a kernel's parameters are counted by asking for one more. What fails here is accesses.
+    command = [
+        SANITIZER,
+        "--tool",
+        tool,
+        *(("--report-api-errors", "no") if tool == "memcheck" else ()),
+        "--error-exitcode",
+        "9",
+    ]
+    command += ["--target-processes", "all", sys.executable, str(SCRIPT)]
     done = subprocess.run(
         command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=480
     )

@@ -62,9 +62,9 @@ def load_window(
     SPAN: tl.constexpr,  # blocks of a window
     SLOTS: tl.constexpr,
 ):
-    """(slot, its rank, number of blocks, their experts [SPAN], pair ids of the rows [BLOCK_M]); no blocks past the last window.
+    """(slot, its rank, number of blocks, their experts [SPAN], where the rows lie in the table, their pair ids [BLOCK_M]).
 
-    The three loads depend on the window alone: one latency.
+    No blocks past the last window. The three loads depend on the window alone: one latency.
     """
     before = ends <= window
     slot = tl.sum(before.to(tl.int32))
@@ -75,14 +75,14 @@ def load_window(
     num_blocks = tl.minimum(tl.maximum(num_blocks, 0), SPAN)  # past the last slot: 0
     slot = tl.minimum(slot, max_loras - 1)
     rows = part + tl.arange(0, BLOCK_M)
-    ids_ptr = sorted_token_ids_ptr + slot.to(tl.int64) * capacity + block.to(tl.int64) * block_size
-    pairs = tl.load(ids_ptr + rows, mask=rows < num_blocks * block_size, other=-1)
+    places = slot.to(tl.int64) * capacity + block.to(tl.int64) * block_size + rows
+    pairs = tl.load(sorted_token_ids_ptr + places, mask=rows < num_blocks * block_size, other=-1)
     i = tl.arange(0, SPAN)
     experts = tl.load(expert_ids_ptr + slot.to(tl.int64) * blocks_per_slot + block + i, mask=i < num_blocks, other=-1)
     rank = max_rank
     if ranks_ptr is not None:
         rank = tl.minimum(tl.maximum(tl.load(ranks_ptr + slot), 0), max_rank)
-    return slot, rank, num_blocks, experts, pairs
+    return slot, rank, num_blocks, experts, places, pairs
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def next_run(begin, num_blocks, experts, pairs, num_pairs, block_size, parts, BL
         *_SIZES, "in_features", "rank_blocks", "stride_xm", "stride_a0l", "stride_a0e", "stride_a0r",
         "stride_a1l", "stride_a1e", "stride_a1r", "stride_zm",
     ],
-    do_not_specialize_on_alignment=_TABLES,
+    do_not_specialize_on_alignment=[*_TABLES, "places_ptr"],
 )  # fmt: skip
 def delta_shrink_kernel(
     x_ptr,
@@ -115,6 +115,7 @@ def delta_shrink_kernel(
     expert_ids_ptr,
     num_tokens_post_padded_ptr,
     ranks_ptr,
+    places_ptr,  # [P] out: where the table holds each pair that it holds, for `is_held`; None: nobody asks
     num_pairs,
     max_loras,
     num_experts,
@@ -165,10 +166,12 @@ def delta_shrink_kernel(
         num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
     )
     for window in tl.range(tl.program_id(0) // programs, num_windows, tl.num_programs(0) // programs, num_stages=1):
-        slot, rank, num_blocks, experts, pairs = load_window(
+        slot, rank, num_blocks, experts, places, pairs = load_window(
             window, blocks, ends, sorted_token_ids_ptr, expert_ids_ptr, ranks_ptr, max_loras, block_size, blocks_per_slot,
             parts, capacity, max_rank, BLOCK_M, SPAN, SLOTS,
         )  # fmt: skip
+        if places_ptr is not None and tl.program_id(0) % programs == 0:
+            tl.store(places_ptr + pairs, places, mask=(pairs >= 0) & (pairs < num_pairs))
         begin = 0
         while begin < num_blocks:
             expert, begin, valid = next_run(begin, num_blocks, experts, pairs, num_pairs, block_size, parts, BLOCK_M, SPAN)
@@ -284,7 +287,7 @@ def delta_expand_kernel(
         num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
     )
     for window in tl.range(tl.program_id(0) // programs, num_windows, tl.num_programs(0) // programs, num_stages=1):
-        slot, rank, num_blocks, experts, pairs = load_window(
+        slot, rank, num_blocks, experts, _, pairs = load_window(
             window, blocks, ends, sorted_token_ids_ptr, expert_ids_ptr, ranks_ptr, max_loras, block_size, blocks_per_slot,
             parts, capacity, max_rank, BLOCK_M, SPAN, SLOTS,
         )  # fmt: skip

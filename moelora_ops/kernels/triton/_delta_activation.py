@@ -1,8 +1,9 @@
-"""Kernels of the delta op with the activation behind it: the second one expands, adds the base and activates in one pass.
+"""Kernels of the delta op with the activation behind it: the shrink of `_delta`, then one that expands, adds and activates.
 
 Unfused, a row of 2 I columns is read and written by the expand, then read again by the activation, which writes I: 7 I values.
-Here it is read once and I values are written. Rows that no block of the alignment holds are activated as well: the shrink marks
-the pairs it sees, and the programs of the second launch take the unmarked ones when they are done with their windows.
+Here it is read once and I values are written. Rows that no block of the alignment holds are activated as well, by programs of
+their own in the second launch. Which rows those are, the shrink tells without anything being cleared before: it writes for each
+pair that it sees the place in the table where it saw it, and a place is believed only where the table has that pair there.
 """
 
 from __future__ import annotations
@@ -11,44 +12,26 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._delta import _SIZES, _TABLES, count_windows, delta_shrink_kernel, floor_to, load_window, load_z, next_run, row_offsets
+from ._delta import _SIZES, _TABLES, count_windows, floor_to, load_window, load_z, next_run, row_offsets
 from .gate_up import activate
 
-_A_STRIDES = ["stride_a0l", "stride_a0e", "stride_a0r", "stride_a1l", "stride_a1e", "stride_a1r"]
 _B_STRIDES = ["stride_b0l", "stride_b0e", "stride_b0n", "stride_b1l", "stride_b1e", "stride_b1n"]
 
 
-@triton.jit(
-    do_not_specialize=[*_SIZES, "in_features", "rank_blocks", "stride_xm", *_A_STRIDES, "stride_zm"],
-    do_not_specialize_on_alignment=[*_TABLES, "marks_ptr"],
-)
-def shrink_and_mark_kernel(
-    x_ptr, z_ptr, a0_ptr, a1_ptr, sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr, ranks_ptr,
-    marks_ptr,  # [P] int8, zeros; 1 afterwards for pairs that a block holds
-    num_pairs, max_loras, num_experts, block_size, blocks_per_slot, parts, capacity, max_rank, in_features, rank_blocks,
-    stride_xm, stride_a0l, stride_a0e, stride_a0r, stride_a1l, stride_a1e, stride_a1r, stride_zm,
-    ROWS_PER_INPUT: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, UNIT_K: tl.constexpr, UNIT_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, SLOTS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+@triton.jit
+def is_held(
+    pairs, places_ptr, sorted_token_ids_ptr, num_tokens_post_padded_ptr, num_pairs, max_loras, block_size, blocks_per_slot,
+    capacity,
 ):  # fmt: skip
-    """`delta_shrink_kernel`, on its grid; whoever has the first block of ranks and the first split marks the rows."""
-    delta_shrink_kernel(
-        x_ptr, z_ptr, a0_ptr, a1_ptr, sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr, ranks_ptr,
-        num_pairs, max_loras, num_experts, block_size, blocks_per_slot, parts, capacity, max_rank, in_features, rank_blocks,
-        stride_xm, stride_a0l, stride_a0e, stride_a0r, stride_a1l, stride_a1e, stride_a1r, stride_zm,
-        ROWS_PER_INPUT, SPLITS, EVEN_K, UNIT_K, UNIT_R, BLOCK_M, BLOCK_R, BLOCK_K, SPAN, SLOTS, USE_PDL,
-    )  # fmt: skip
-    programs = SPLITS * rank_blocks
-    if tl.program_id(0) % programs == 0:
-        blocks, ends, num_windows = count_windows(
-            num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
-        )
-        for window in tl.range(tl.program_id(0) // programs, num_windows, tl.num_programs(0) // programs, num_stages=1):
-            slot, rank, num_blocks, experts, pairs = load_window(
-                window, blocks, ends, sorted_token_ids_ptr, expert_ids_ptr, ranks_ptr, max_loras, block_size,
-                blocks_per_slot, parts, capacity, max_rank, BLOCK_M, SPAN, SLOTS,
-            )  # fmt: skip
-            tl.store(marks_ptr + pairs, 1, mask=(pairs >= 0) & (pairs < num_pairs))
+    """Whether a block of the alignment holds each of some pairs; `places` has anything at all for those that none holds."""
+    place = tl.load(places_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    known = (place >= 0) & (place < tl.cast(max_loras, tl.int64) * capacity)
+    place = tl.where(known, place, 0)
+    slot = place // capacity
+    padded = tl.load(num_tokens_post_padded_ptr + slot, mask=known, other=0)
+    blocks = tl.minimum(tl.maximum(padded // block_size, 0), blocks_per_slot)
+    known &= place - slot * capacity < blocks * block_size
+    return known & (tl.load(sorted_token_ids_ptr + place, mask=known, other=-1) == pairs)
 
 
 @triton.jit
@@ -67,9 +50,19 @@ def row_pointers(base_ptr, out_ptr, pairs, stride_bt, stride_bk, num_columns, TO
     return base_rows, out_ptr + pairs.to(tl.int64) * num_columns
 
 
+@triton.jit
+def load_base(rows, columns, num_columns, mask, GATED: tl.constexpr):
+    """Some columns of gate and up in fp32; of one slice the same twice."""
+    gate = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(rows[:, None] + (columns + num_columns)[None, :], mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
 @triton.jit(
-    do_not_specialize=[*_SIZES, "out_features", "stride_bt", "stride_bk", "stride_zm", *_B_STRIDES],
-    do_not_specialize_on_alignment=[*_TABLES, "topk_weights_ptr", "marks_ptr"],
+    do_not_specialize=[*_SIZES, "window_programs", "out_features", "stride_bt", "stride_bk", "stride_zm", *_B_STRIDES],
+    do_not_specialize_on_alignment=[*_TABLES, "topk_weights_ptr", "places_ptr"],
 )
 def expand_activation_kernel(
     out_ptr,  # [P, I]
@@ -82,7 +75,7 @@ def expand_activation_kernel(
     expert_ids_ptr,
     num_tokens_post_padded_ptr,
     ranks_ptr,
-    marks_ptr,
+    places_ptr,
     num_pairs,
     max_loras,
     num_experts,
@@ -91,6 +84,7 @@ def expand_activation_kernel(
     parts,
     capacity,
     max_rank,
+    window_programs,  # those from there on take the pairs without a block
     out_features,
     stride_bt,
     stride_bk,
@@ -118,23 +112,41 @@ def expand_activation_kernel(
 ):
     """out[pair, n] = f(base + [w] z B^T): silu(gate) * up and the like, rounded once; without a delta where there is no block.
 
-    Grid: programs of (a window, a range of columns of the result) that stride over the windows, then over the tiles of
-    BLOCK_M pairs for those without a mark.
+    Grid: programs of (a window, a range of columns of the result) that stride over the windows; then programs of (a tile of
+    BLOCK_M pairs, such a range) that stride over the tiles, for the pairs that no block holds.
     """
     GATED: tl.constexpr = b1_ptr is not None
     num_columns = floor_to(out_features, UNIT_N)
     groups = tl.cdiv(num_columns, COLUMNS)
     first_column = tl.program_id(0) % groups * COLUMNS
     last_column = tl.minimum(first_column + COLUMNS, num_columns)
-    first, step = tl.program_id(0) // groups, tl.num_programs(0) // groups
+    if tl.program_id(0) >= window_programs:
+        gdc_wait(USE_PDL)  # the places are the shrink's
+        gdc_launch(USE_PDL)
+        first, step = (tl.program_id(0) - window_programs) // groups, (tl.num_programs(0) - window_programs) // groups
+        for tile in tl.range(first, tl.cdiv(num_pairs, BLOCK_M), step, num_stages=1):
+            pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            held = is_held(
+                pairs, places_ptr, sorted_token_ids_ptr, num_tokens_post_padded_ptr, num_pairs, max_loras, block_size,
+                blocks_per_slot, capacity,
+            )  # fmt: skip
+            plain = (pairs < num_pairs) & (held == 0)
+            base_rows, out_rows = row_pointers(base_ptr, out_ptr, pairs, stride_bt, stride_bk, num_columns, TOP_K, UNIT_N)
+            for column in tl.range(first_column, tl.where(tl.max(plain.to(tl.int32)) > 0, last_column, 0), BLOCK_N):
+                columns = column + tl.arange(0, BLOCK_N)
+                mask = plain[:, None] & (floor_to(columns, UNIT_N) < last_column)[None, :]
+                gate, up = load_base(base_rows, columns, num_columns, mask, GATED)
+                result = activate(gate, up, 0.0, None, ACTIVATION, GATED)
+                tl.store(out_rows[:, None] + columns[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+        return
     ranks = tl.arange(0, BLOCK_R)
     z_stride = floor_to(stride_zm, UNIT_R)
     z1_ptr = z_ptr + floor_to(max_rank, UNIT_R)
     blocks, ends, num_windows = count_windows(
         num_tokens_post_padded_ptr, max_loras, block_size, blocks_per_slot, parts, SPAN, SLOTS
     )
-    for window in tl.range(first, num_windows, step, num_stages=1):
-        slot, slot_rank, num_blocks, experts, pairs = load_window(
+    for window in tl.range(tl.program_id(0) // groups, num_windows, window_programs // groups, num_stages=1):
+        slot, slot_rank, num_blocks, experts, _, pairs = load_window(
             window, blocks, ends, sorted_token_ids_ptr, expert_ids_ptr, ranks_ptr, max_loras, block_size, blocks_per_slot,
             parts, capacity, max_rank, BLOCK_M, SPAN, SLOTS,
         )  # fmt: skip
@@ -156,6 +168,7 @@ def expand_activation_kernel(
             for column in tl.range(first_column, last_column, BLOCK_N, num_stages=STAGES):
                 columns = column + tl.arange(0, BLOCK_N)
                 mask = valid[:, None] & (floor_to(columns, UNIT_N) < last_column)[None, :]
+                base_gate, base_up = load_base(base_rows, columns, num_columns, mask, GATED)
                 b = load_b(b0_ptr, slot, expert, columns, last_column, stride_b0l, stride_b0e, stride_b0n, ranks, rank, UNIT_R)
                 gate = tl.dot(z0, b, input_precision="ieee")
                 up = gate
@@ -179,26 +192,8 @@ def expand_activation_kernel(
                                 UNIT_R,
                             )  # fmt: skip
                             up = tl.dot(z, b, up, input_precision="ieee")
-                base = base_rows[:, None] + columns[None, :]
-                gate = gate * weight + tl.load(base, mask=mask, other=0.0).to(tl.float32)
-                if GATED:
-                    up = up * weight + tl.load(base + num_columns, mask=mask, other=0.0).to(tl.float32)
+                gate = gate * weight + base_gate
+                up = up * weight + base_up
                 result = activate(gate, up, 0.0, None, ACTIVATION, GATED)
                 tl.store(out_rows[:, None] + columns[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
-    gdc_wait(USE_PDL)  # the marks are the shrink's
-    gdc_launch(USE_PDL)
-    for tile in tl.range(first, tl.cdiv(num_pairs, BLOCK_M), step, num_stages=1):
-        pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        plain = tl.load(marks_ptr + pairs, mask=pairs < num_pairs, other=1) == 0
-        if tl.max(plain.to(tl.int32)) > 0:
-            base_rows, out_rows = row_pointers(base_ptr, out_ptr, pairs, stride_bt, stride_bk, num_columns, TOP_K, UNIT_N)
-            for column in tl.range(first_column, last_column, BLOCK_N, num_stages=1):
-                columns = column + tl.arange(0, BLOCK_N)
-                mask = plain[:, None] & (floor_to(columns, UNIT_N) < last_column)[None, :]
-                base = base_rows[:, None] + columns[None, :]
-                gate = tl.load(base, mask=mask, other=0.0).to(tl.float32)
-                up = gate
-                if GATED:
-                    up = tl.load(base + num_columns, mask=mask, other=0.0).to(tl.float32)
-                result = activate(gate, up, 0.0, None, ACTIVATION, GATED)
-                tl.store(out_rows[:, None] + columns[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+    gdc_wait(USE_PDL)  # no program ends before the shrink has: whatever is behind waits for this launch alone

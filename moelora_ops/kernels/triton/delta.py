@@ -92,7 +92,7 @@ class Plan:
         return Launch(
             delta_shrink_kernel,
             (_grid(windows, rank_blocks * tiles.splits, config.MAX_SHRINK_PROGRAMS),),
-            (x, z, a[0], a[1] if len(a) == 2 else None, *self._table(call)),
+            (x, z, a[0], a[1] if len(a) == 2 else None, *self._table(call), self._places(call.output, 1)),
             (*table, self.in_features, rank_blocks, x.stride(0), *a_strides, len(a) * self.max_rank),
             {
                 "ROWS_PER_INPUT": self.rows_per_input, "EVEN_K": self.in_features % tiles.block_k == 0,
@@ -141,6 +141,11 @@ class Plan:
     def _table(call: Call) -> tuple[Tensor | None, ...]:
         return call.sorted_token_ids, call.expert_ids, call.num_tokens_post_padded, call.lora_ranks
 
+    @staticmethod
+    def _places(like: Tensor, num_pairs: int) -> Tensor | None:
+        """Memory for the shrink to tell which pairs it saw; None: nobody asks."""
+        return None
+
     def _unit_r(self, b: tuple[Tensor, ...]) -> int:
         return _unit(self.max_rank, *_strides(b[0]), *_strides(b[-1]))
 
@@ -150,7 +155,7 @@ class Plan:
         for (num_slices, shrink, expand), (_, a, b) in zip(self.stages, _pairs_of_slices(call)):
             z = new_z(call.output, self.splits, self.num_pairs, num_slices * self.max_rank)
             a1, b1 = (a[1], b[1]) if num_slices == 2 else (None, None)
-            shrink(stream, call.hidden_states, z, a[0], a1, *table)
+            shrink(stream, call.hidden_states, z, a[0], a1, *table, None)
             expand(stream, call.output, z, b[0], b1, call.topk_weights, *table)
 
 

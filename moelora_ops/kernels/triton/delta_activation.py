@@ -11,10 +11,11 @@ from torch import Tensor
 from .. import config
 from . import delta
 from ._common import on_device
-from ._delta_activation import expand_activation_kernel, shrink_and_mark_kernel
+from ._delta_activation import expand_activation_kernel
 from ._launch import Launch, current_stream
 
 _MAX_N = 64  # columns of a tile: there are two of B and two of the base
+_ROWS = 16  # of 64 rows the dots would be WGMMAs, fed from registers by splits
 
 
 class Plan(delta.Plan):
@@ -24,65 +25,54 @@ class Plan(delta.Plan):
         self.activation = activation
         super().__init__(call, device)
 
-    def _shrink(self, call: delta.Call, z: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Launch:
-        tiles, x = self.tiles.shrink, call.hidden_states
-        a_strides, block_r = (*delta._strides(a[0]), *delta._strides(a[-1])), config.block_r(self.max_rank)
-        rank_blocks = triton.cdiv(self.max_rank, block_r)
-        windows, table, common = self._windows(self.tiles.shrink_m)
-        return Launch(
-            shrink_and_mark_kernel,
-            (delta._grid(windows, rank_blocks * tiles.splits, config.MAX_SHRINK_PROGRAMS),),
-            (x, z, a[0], a[1] if len(a) == 2 else None, *self._table(call), _marks(call.output, 1)),
-            (*table, self.in_features, rank_blocks, x.stride(0), *a_strides, len(a) * self.max_rank),
-            {
-                "ROWS_PER_INPUT": self.rows_per_input, "EVEN_K": self.in_features % tiles.block_k == 0,
-                "UNIT_K": delta._unit(self.in_features, x.stride(0), *a_strides), "UNIT_R": self._unit_r(b),
-                "BLOCK_R": block_r, "BLOCK_K": tiles.block_k, **common,
-            },
-            device=self.device, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+    @staticmethod
+    def _places(like: Tensor, num_pairs: int) -> Tensor:
+        return like.new_empty(num_pairs, dtype=torch.int64)
+
+    def _columns(self, slices: int) -> tuple[int, int]:
+        """(columns of a tile, of all tiles of a program): as many values of all slices as a program of the delta has of one."""
+        tiles = self.tiles
+        block_n = min(tiles.expand_n, _MAX_N) if tiles.expand_tiles > 1 else max(tiles.expand_n // slices, 16)
+        return block_n, max(tiles.expand_n * tiles.expand_tiles // slices, block_n)
 
     def _expand(self, call: delta.Call, z: Tensor, b: tuple[Tensor, ...], offset: int) -> Launch:
         tiles, base = self.tiles, call.output
-        block_n, rows = min(tiles.expand_n, _MAX_N), 16  # of 64 rows the dots would be WGMMAs, fed from registers by splits
-        columns = block_n * tiles.expand_tiles
-        windows, table, common = self._windows(rows)
-        windows = max(windows, triton.cdiv(self.num_pairs, rows))
+        block_n, columns = self._columns(len(b))
+        groups = triton.cdiv(self.out_features, columns)
+        windows, table, common = self._windows(_ROWS)
+        window_programs = delta._grid(windows, groups, config.MAX_EXPAND_PROGRAMS)
+        rest = delta._grid(triton.cdiv(self.num_pairs, _ROWS), groups, config.MAX_SHRINK_PROGRAMS)
         return Launch(
             expand_activation_kernel,
-            (delta._grid(windows, triton.cdiv(self.out_features, columns), config.MAX_EXPAND_PROGRAMS),),
+            (window_programs + rest,),
             (
                 base.new_empty(1), base, z, b[0], b[1] if len(b) == 2 else None, call.topk_weights, *self._table(call),
-                _marks(base, 1),
+                self._places(base, 1),
             ),
             (
-                *table, self.out_features, base.stride(0), base.stride(1), len(b) * self.max_rank,
+                *table, window_programs, self.out_features, base.stride(0), base.stride(1), len(b) * self.max_rank,
                 *delta._strides(b[0]), *delta._strides(b[-1]),
             ),
             {
                 "ACTIVATION": self.activation, "TOP_K": self.top_k, "MORE_RANKS": self.max_rank > config.MAX_EXPAND_R,
                 "UNIT_R": self._unit_r(b), "UNIT_N": delta._unit(self.out_features, base.stride(0), base.stride(1)),
-                "BLOCK_N": block_n, "COLUMNS": columns, "STAGES": min(tiles.expand_stages, 3),
+                "BLOCK_N": block_n, "COLUMNS": columns, "STAGES": tiles.expand_stages,
                 "BLOCK_R": min(max(triton.next_power_of_2(self.max_rank), 16), config.MAX_EXPAND_R), **common,
             },
             device=self.device, num_warps=tiles.expand_warps, num_stages=2,
         )  # fmt: skip
 
     def activated(self, call: delta.Call) -> Tensor:
-        """Launch both on the current stream. Scratch: z as in `delta`, a byte for each pair."""
+        """Launch both on the current stream. Scratch: z as in `delta`, 8 bytes for each pair."""
         ((num_slices, shrink, expand),) = self.stages
         stream, table = current_stream(self.device), self._table(call)
         out = call.output.new_empty(*call.output.shape[:2], self.out_features)
         z = delta.new_z(call.output, self.splits, self.num_pairs, num_slices * self.max_rank)
-        marks = _marks(call.output, self.num_pairs)
+        places = self._places(call.output, self.num_pairs)
         (a0, *a1), (b0, *b1) = call.lora_a, call.lora_b
-        shrink(stream, call.hidden_states, z, a0, a1[0] if a1 else None, *table, marks)
-        expand(stream, out, call.output, z, b0, b1[0] if b1 else None, call.topk_weights, *table, marks)
+        shrink(stream, call.hidden_states, z, a0, a1[0] if a1 else None, *table, places)
+        expand(stream, out, call.output, z, b0, b1[0] if b1 else None, call.topk_weights, *table, places)
         return out
-
-
-def _marks(like: Tensor, num_pairs: int) -> Tensor:
-    return like.new_zeros(num_pairs, dtype=torch.int8)
 
 
 _PLANS: dict[Any, Plan] = {}  # as in `delta`
