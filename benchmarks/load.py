@@ -1,10 +1,13 @@
-"""From a file to a slot of a pool: `python3 -m benchmarks.load [--layers 48] [--device cuda]`.
+"""From a file to a slot of a pool: `python3 -m benchmarks.load [--layers 48] [--device cuda] [--together]`.
 
 For adapters of rank 16 on all experts of Qwen3-30B-A3B (bf16, 1.3 GB), one of each kind of file: the size; the time of reading
 the file alone, into one buffer of its size and through one of 8 MiB; the time of `pool.load(path)`; and the most host memory it
 took beside the slot, over the size. Each is measured with the file in the page cache, and after dropping it from there. Every
 measurement has a process of its own, and the best of three is printed; values are checked against the file first. Seconds are
 of the clock and, in brackets, of the CPU: what a busy machine keeps a process waiting is in the former alone.
+
+With --together a kind has one process, and the file is in the page cache: the first load, and the best of five later ones, for
+which the allocator has memory that the kernel need not hand out anew, as in a server.
 """
 
 from __future__ import annotations
@@ -93,22 +96,24 @@ def read(path: Path, chunk: int) -> None:
                 pass
 
 
-def measure(what: str, folder: Path, kind: str, device: str) -> dict[str, float]:
-    """Seconds, and bytes of host memory beside the slot."""
+def action(what: str, folder: Path, kind: str, device: str) -> Callable[[], None]:
+    """What is measured, with everything that comes before it done."""
     path = folder / "adapter_model.safetensors"
-    run: Callable[[], None]
-    if what == "pool.load":
-        pool = LoraPool.from_config(
-            folder / "config.json", max_loras=1, max_rank=RANK, device=device, shared_outer=kind == "shared-outer"
-        )
-        for layer in map(pool.layer, pool.layer_ids):  # what the kernel gives on first use belongs to the pool, not to a load
-            for tensor in (layer.lora_a13, layer.lora_b13, layer.lora_a2, layer.lora_b2):
-                tensor.fill_(1)
-        run = lambda: pool.load(folder, 0)  # noqa: E731
-    elif what == "load_adapter":
-        run = lambda: print(end="" if load_adapter(folder, folder / "config.json").rank == RANK else "wrong")  # noqa: E731
-    else:
-        run = lambda: read(path, 8 << 20 if "8 MiB" in what else 0)  # noqa: E731
+    if what.startswith("read"):
+        return lambda: read(path, 8 << 20 if "8 MiB" in what else 0)
+    if what == "load_adapter":
+        return lambda: print(end="" if load_adapter(folder, folder / "config.json").rank == RANK else "wrong")
+    pool = LoraPool.from_config(
+        folder / "config.json", max_loras=1, max_rank=RANK, device=device, shared_outer=kind == "shared-outer"
+    )
+    for layer in map(pool.layer, pool.layer_ids):  # what the kernel gives on first use belongs to the pool, not to a load
+        for tensor in (layer.lora_a13, layer.lora_b13, layer.lora_a2, layer.lora_b2):
+            tensor.fill_(1)
+    return lambda: pool.load(folder, 0)
+
+
+def measure(run: Callable[[], None], device: str) -> dict[str, float]:
+    """Seconds, and bytes of host memory beside the slot."""
     if device != "cpu":
         torch.cuda.synchronize()
     before = peak()
@@ -140,11 +145,21 @@ def check(folder: Path, kind: str, device: str) -> None:
         torch.testing.assert_close(got, ALPHA / RANK * b @ a, rtol=0.02, atol=0.02 * float((b @ a).square().mean().sqrt()))
 
 
-def apart(what: str, folder: Path, kind: str, device: str) -> dict[str, float]:
+def apart(what: str, folder: Path, kind: str, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.load", "--one", what, str(folder), kind, "--device", device]
     command += ["--threads", str(torch.get_num_threads())]
-    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return result
+
+
+def together(folder: Path, kind: str, device: str, repeats: int = 5) -> dict[str, Any]:
+    """In this process: the first load, then the best of later ones and of reading."""
+    load, whole = (action(what, folder, kind, device) for what in ("pool.load", "read whole"))
+    first = measure(load, device)
+    later, read_whole = ([measure(run, device) for _ in range(repeats)] for run in (load, whole))
+    times = {"read": read_whole, "first": [first], "later": later}
+    best = {what: [min(g[clock] for g in got) for clock in ("seconds", "cpu")] for what, got in times.items()}
+    return best | {"bytes": first["bytes"]}
 
 
 def main() -> None:
@@ -155,27 +170,41 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where to put the files; default: a temporary one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--together", action="store_true", help="in one process: first load and later ones")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.one:
         what, folder, kind = args.one
-        print(json.dumps(measure(what, Path(folder), kind, args.device)))
+        if what == "together":
+            print(json.dumps(together(Path(folder), kind, args.device)))
+            return
+        print(json.dumps(measure(action(what, Path(folder), kind, args.device), args.device)))
         return
     parts = ("read whole", "read by 8 MiB", "load_adapter", "pool.load")
     print(
         f"{torch.get_num_threads()} threads, pool on {args.device}, torch {torch.__version__}; seconds, best of {args.repeats}"
     )
-    print(f"\n| file | GB | cache | {' | '.join(parts)} | over read whole | over read by 8 MiB | host memory / size |")
-    print("|---|---|---|" + "---|" * (len(parts) + 3))
+    if args.together:
+        print("\n| file | GB | read whole | pool.load, first | later | first / read | later / read | host memory / size |")
+        print("|---" * 8 + "|")
+    else:
+        print(f"\n| file | GB | cache | {' | '.join(parts)} | over read whole | over read by 8 MiB | host memory / size |")
+        print("|---|---|---|" + "---|" * (len(parts) + 3))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         for kind in args.kinds.split(","):
             folder = Path(name) / kind
             folder.mkdir()
             write(folder, kind, args.layers)
             path = folder / "adapter_model.safetensors"
+            if args.together:
+                got = apart("together", folder, kind, args.device)
+                size, times = path.stat().st_size, [got[what] for what in ("read", "first", "later")]
+                ratios = [[ours / read for ours, read in zip(mine, times[0])] for mine in times[1:]]
+                cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in [*times, *ratios]]
+                print(f"| {kind} | {size / 1e9:.2f} | {' | '.join(cells)} | {got['bytes'] / size:.2f} |", flush=True)
             check(folder, kind, args.device)
-            for cache in ("warm", "cold"):
+            for cache in () if args.together else ("warm", "cold"):
                 best, memory = {}, 0.0
                 for what in parts:
                     for _ in range(args.repeats):
