@@ -14,8 +14,10 @@ from ._common import on_device
 from ._delta_activation import expand_activation_kernel
 from ._launch import Launch, current_stream
 
-_MAX_N = 64  # columns of a tile: there are two of B and two of the base
 _ROWS = 16  # of 64 rows the dots would be WGMMAs, fed from registers by splits
+# Up to so many pairs: columns of a tile, tiles that one program walks, warps, stages. H200: docs/measurements/passes.md.
+_WALKS = ((16, (32, 1, 2, 1)), (128, (64, 1, 2, 1)), (512, (32, 8, 2, 4)))
+_WALK, _WALK_FP32 = (64, 16, 4, 3), (32, 2, 4, 2)
 
 
 class Plan(delta.Plan):
@@ -29,15 +31,15 @@ class Plan(delta.Plan):
     def _places(like: Tensor, num_pairs: int) -> Tensor:
         return like.new_empty(num_pairs, dtype=torch.int64)
 
-    def _columns(self, slices: int) -> tuple[int, int]:
-        """(columns of a tile, of all tiles of a program): as many values of all slices as a program of the delta has of one."""
-        tiles = self.tiles
-        block_n = min(tiles.expand_n, _MAX_N) if tiles.expand_tiles > 1 else max(tiles.expand_n // slices, 16)
-        return block_n, max(tiles.expand_n * tiles.expand_tiles // slices, block_n)
+    def _walk(self) -> tuple[int, int, int, int]:
+        if self.dtype == torch.float32:
+            return _WALK_FP32
+        return next((walk for most, walk in _WALKS if self.num_pairs <= most), _WALK)
 
     def _expand(self, call: delta.Call, z: Tensor, b: tuple[Tensor, ...], offset: int) -> Launch:
-        tiles, base = self.tiles, call.output
-        block_n, columns = self._columns(len(b))
+        base = call.output
+        block_n, tiles, num_warps, num_stages = self._walk()
+        columns = block_n * tiles
         groups = triton.cdiv(self.out_features, columns)
         windows, table, common = self._windows(_ROWS)
         window_programs = delta._grid(windows, groups, config.MAX_EXPAND_PROGRAMS)
@@ -56,10 +58,10 @@ class Plan(delta.Plan):
             {
                 "ACTIVATION": self.activation, "TOP_K": self.top_k, "MORE_RANKS": self.max_rank > config.MAX_EXPAND_R,
                 "UNIT_R": self._unit_r(b), "UNIT_N": delta._unit(self.out_features, base.stride(0), base.stride(1)),
-                "BLOCK_N": block_n, "COLUMNS": columns, "STAGES": tiles.expand_stages,
+                "BLOCK_N": block_n, "COLUMNS": columns, "STAGES": num_stages,
                 "BLOCK_R": min(max(triton.next_power_of_2(self.max_rank), 16), config.MAX_EXPAND_R), **common,
             },
-            device=self.device, num_warps=tiles.expand_warps, num_stages=2,
+            device=self.device, num_warps=num_warps, num_stages=2,
         )  # fmt: skip
 
     def activated(self, call: delta.Call) -> Tensor:
