@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moelora_ops
 from moelora_ops.testing.cases import Case, Inputs
 from moelora_ops.testing.oracle import assert_bitwise
 
@@ -80,6 +81,55 @@ def test_backward_through_a_base_under_the_delta_raises(view: bool) -> None:
     with pytest.raises(NotImplementedError, match=NO_BACKWARD.format("fused_moe_lora")):
         output.sum().backward()
     assert weight.grad is None
+
+
+CALLS = [delta, moelora_ops.fused_moe_lora]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["op", "function"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad], ids=lambda m: m.__name__)
+def test_a_write_is_one_for_autograd(call: Callable[..., Any], mode: Callable[[], Any]) -> None:
+    """Whoever saved the output for a backward pass is told that it changed, as by PyTorch's own in-place ops."""
+    arguments, output, weight = delta_arguments(CASE.make()), torch.randn(13, 2, 80), torch.randn(13, 2, 80).requires_grad_()
+    product = (weight * output).sum()
+    with mode():
+        call(output, **arguments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def no_grad_view() -> Tensor:
+    with torch.no_grad():
+        return torch.randn(14, 2, 80)[:13]
+
+
+READ_ONLY: dict[str, Callable[[], Tensor]] = {
+    "leaf": lambda: torch.randn(13, 2, 80).requires_grad_(),
+    "view of a leaf": lambda: torch.randn(14, 2, 80).requires_grad_()[:13],
+    "one of several views": lambda: (torch.randn(3, 13, 2, 80).requires_grad_() * 2).unbind()[1],
+    "view made without gradients": no_grad_view,
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["op", "function"])
+@pytest.mark.parametrize("what", READ_ONLY)
+def test_what_autograd_keeps_is_refused_before_it_is_written(what: str, call: Callable[..., Any]) -> None:
+    """PyTorch's own error for an in-place op, and not one bit written."""
+    arguments, output = delta_arguments(CASE.make()), READ_ONLY[what]()
+    arguments["topk_weights"].requires_grad_()
+    before = output.detach().clone()
+    with pytest.raises(RuntimeError, match="is being modified inplace|in-place operation"):
+        call(output, **arguments)
+    assert_bitwise(output.detach(), before)
+
+
+def test_refused_arguments_leave_the_graph_as_it_was() -> None:
+    """An output that is not written does not come to require grad either."""
+    arguments, output = delta_arguments(CASE.make()), torch.randn(13, 2, 80)
+    arguments["topk_weights"].requires_grad_()
+    with pytest.raises(ValueError, match="offset must be >= 0, got -1"):
+        delta(output, **arguments, offset=-1)
+    assert not output.requires_grad and output._version == 0
 
 
 def test_forward_derivatives_raise() -> None:

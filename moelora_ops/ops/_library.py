@@ -48,16 +48,19 @@ def register(
     return getattr(torch.ops.moelora, name).default
 
 
-def refuse_backward(op: Any, *, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+def refuse_backward(op: Any, *, check: Callable[..., None], cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
     """Make the float results of `op` (its return, or the first argument it writes) raise when backward reaches them.
+
+    A written argument is one for autograd too: what it may not change is refused before it is written, and whoever saved it
+    for a backward pass gets an error instead of a wrong gradient (not of a write in inference mode: no kernel runs there).
 
     Where nothing stands between autograd and the kernel `cpu` or `cuda`, it is called without going through the dispatcher
     again, which would take apart and put together all arguments twice: half of what an eager call costs.
     """
     name = op._schema.name.partition("::")[2]
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
-    function: Any = _RefuseInPlace if writes else _RefusePure
-
+    pure: Any = _RefusePure
+    in_place: Any = _RefuseInPlace
     kernels = {("CPU", "AutogradCPU"): cpu, ("CUDA", "AutogradCUDA"): cuda}
     next_of = {_keys(*names).raw_repr(): kernel for names, kernel in kernels.items()}
 
@@ -66,18 +69,27 @@ def refuse_backward(op: Any, *, cpu: Callable[..., Any], cuda: Callable[..., Any
             raise NotImplementedError(f"moelora::{name} has no forward derivative: it serves inference only")
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
             edge = _first_requiring_grad((*args, *kwargs.values()))
-            result = function.apply(args[0], edge, name, op, args, kwargs)
-            return None if writes else result
+            if not writes:
+                return pure.apply(args[0], edge, name, op, args, kwargs)
+            check(*args, **kwargs)
+            in_place.apply(args[0], edge, name)
+            with below_autograd():
+                return op(*args, **kwargs)
         known = next_of.get(keys.raw_repr())
         if known is not None:  # autograd has nothing to record below: no tensor asks for it
-            return known(*args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
+            result = known(*args, **kwargs)
+        else:
+            with below_autograd():
+                result = op(*args, **kwargs)
+        if writes:
+            increment_version(args[0])
+        return result
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
+increment_version = torch.autograd.graph.increment_version
 
 
 def autograd_has_work(args: Iterable[Any], options: dict[str, Any]) -> bool:
@@ -148,16 +160,17 @@ class _RefusePure(torch.autograd.Function):
 
 
 class _RefuseInPlace(torch.autograd.Function):
-    """The written argument becomes the result, so whoever differentiates through it reaches the error."""
+    """The argument to be written becomes the result, so whoever differentiates through it reaches the error.
+
+    It is written afterwards: torch looks only behind `forward` at whether it may be, and a leaf or one of several views may not.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, edge: Tensor, name: str, op: Any, args: Any, kwargs: Any) -> Tensor:
+    def forward(ctx: Any, output: Tensor, edge: Tensor, name: str) -> Tensor:
         ctx.name, ctx.size = name, edge.shape
-        with torch._C._AutoDispatchBelowAutograd():
-            op(output, *args[1:], **kwargs)
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, torch.ops.moelora.no_backward(grad, ctx.size, ctx.name), None, None, None, None
+        return None, torch.ops.moelora.no_backward(grad, ctx.size, ctx.name), None

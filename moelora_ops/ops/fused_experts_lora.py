@@ -38,7 +38,7 @@ def _cuda(*args: Any, **kwargs: Any) -> Tensor:
 
 
 _OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
-_library.refuse_backward(_OP, cpu=_NATIVE or _cpu, cuda=_cuda)
+_library.refuse_backward(_OP, check=contract.check, cpu=_NATIVE or _cpu, cuda=_cuda)
 
 
 def fused_experts_lora(

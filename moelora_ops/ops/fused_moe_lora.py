@@ -27,7 +27,7 @@ def _cuda(*args: Any, **kwargs: Any) -> None:
 
 
 _OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
-_library.refuse_backward(_OP, cpu=_NATIVE or _cpu, cuda=_cuda)
+_library.refuse_backward(_OP, check=contract.check, cpu=_NATIVE or _cpu, cuda=_cuda)
 
 
 def fused_moe_lora(
@@ -77,3 +77,4 @@ def fused_moe_lora(
     else:
         with _library.below_autograd():
             _OP(*args, **options)
+        _library.increment_version(output)

@@ -37,4 +37,4 @@ def _cuda(base_output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 OP = _library.register(contract.SCHEMA, check=contract.check, fake=contract.fake, cpu=_cpu, cuda=_cuda)
-_library.refuse_backward(OP, cpu=_cpu, cuda=_cuda)
+_library.refuse_backward(OP, check=contract.check, cpu=_cpu, cuda=_cuda)
