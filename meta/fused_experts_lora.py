@@ -10,6 +10,7 @@ from torch import Tensor
 from moelora_ops.checks import (
     COMPUTE_DTYPES,
     Sizes,
+    check_count,
     check_device,
     check_dtype,
     check_enabled,
@@ -84,6 +85,8 @@ def check(
         check_dtype("lora_ranks", lora_ranks, (torch.int32,))
         sizes.bind("lora_ranks", lora_ranks, "L")
         check_device("lora_ranks", lora_ranks, "hidden_states", hidden_states)
+    if "L" in sizes.known:
+        check_count(sizes.known["L"][1], "slot", sizes["L"])
     check_enabled(adapter_enabled, sizes["L"] if "L" in sizes.known else 0, "hidden_states", hidden_states)
 
 
@@ -108,6 +111,7 @@ def _check_weight(sizes: Sizes, name: str, weight: Tensor, letters: tuple[str, .
 
 def _check_base(sizes: Sizes, hidden_states: Tensor, w13: Tensor, w2: Tensor, num_slices: int) -> None:
     _check_weight(sizes, "w2", w2, ("E", "H", "I"), hidden_states)
+    check_count("w2", "expert", w2.shape[0])
     sizes.set("S*I", num_slices * w2.shape[2], f"{num_slices} * dim 2 of w2")
     _check_weight(sizes, "w13", w13, ("E", "S*I", "H"), hidden_states)
 

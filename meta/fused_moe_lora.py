@@ -10,10 +10,10 @@ from torch import Tensor
 from moelora_ops.checks import (
     COMPUTE_DTYPES,
     Sizes,
+    check_count,
     check_device,
     check_dtype,
     check_inner_stride,
-    check_pair_count,
     check_positive,
     check_tensor,
     holds,
@@ -47,7 +47,7 @@ def check(
     check_dtype("output", output, COMPUTE_DTYPES)
     sizes.bind("output", output, "T", "K", "out")
     _check_writable(output)
-    check_pair_count("output", output.shape[0] * output.shape[1])
+    check_count("output", "pair", output.shape[0] * output.shape[1])
     _check_hidden_states(sizes, hidden_states, output)
     _check_adapters(sizes, lora_a_stacked, lora_b_stacked, hidden_states)
     check_positive("offset", offset, least=0)
@@ -116,6 +116,7 @@ def _check_adapters(sizes: Sizes, lora_a: Sequence[Tensor], lora_b: Sequence[Ten
         sizes.bind(name, tensor, *letters)
         check_device(name, tensor, "hidden_states", hidden_states)
         check_inner_stride(name, tensor)
+    check_count("lora_a_stacked[0]", "slot", sizes["L"])
 
 
 def _bind_experts(sizes: Sizes, tensors: Sequence[tuple[str, Any, Any]]) -> None:

@@ -123,10 +123,10 @@ def check_pairs(topk_ids: Tensor, num_experts: Any, experts_name: str) -> None:
     num_tokens, top_k = topk_ids.shape
     if holds(top_k > num_experts):
         raise ValueError(f"topk_ids dim 1 (top_k) must be <= {experts_name} = {num_experts}, got {top_k}")
-    check_pair_count("topk_ids", num_tokens * top_k)
+    check_count("topk_ids", "pair", num_tokens * top_k)
 
 
-def check_pair_count(name: str, num_pairs: Any) -> None:
-    """Pair ids are int32."""
-    if holds(num_pairs > INT32_MAX):
-        raise ValueError(f"{name} must hold at most {INT32_MAX} pairs (int32 pair ids), got {num_pairs}")
+def check_count(name: str, what: str, count: Any) -> None:
+    """Ids of pairs, experts and slots are int32."""
+    if holds(count > INT32_MAX):
+        raise ValueError(f"{name} must hold at most {INT32_MAX} {what}s (int32 {what} ids), got {count}")

@@ -149,17 +149,6 @@ void fused_moe_lora(const Tensor& output, const Tensor& hidden_states, const Ten
   moelora::fused_moe_lora(p, parallel());
 }
 
-// Takes the string over and frees it; `to<std::string>` of torch 2.13's headers leaks one with every call.
-std::string text_of(StringHandle handle) {
-  const char* data = nullptr;
-  size_t length = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  std::string text(data, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-  return text;
-}
-
 std::optional<moelora::Activation> activation_of(const std::string& name) {
   if (name == "silu") return moelora::Activation::kSilu;
   if (name == "gelu") return moelora::Activation::kGelu;
@@ -190,7 +179,7 @@ Tensor fused_experts_lora(const Tensor& hidden_states, const Tensor& w13, const 
                           StringHandle activation_handle, bool gated, bool interleaved, double swiglu_alpha,
                           std::optional<double> swiglu_limit, bool apply_router_weight_on_input,
                           double routed_scaling_factor) {
-  const std::string activation_name = text_of(activation_handle);
+  const std::string activation_name = moelora::text_of(activation_handle);
   const std::optional<moelora::Activation> activation = activation_of(activation_name);
   const bool needs_gate = interleaved || activation == moelora::Activation::kSwigluOai;
   if (!activation || !moelora::fits_experts(hidden_states, w13, w2, topk_weights, topk_ids, token_lora_mapping, lora_a13,

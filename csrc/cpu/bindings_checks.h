@@ -45,6 +45,17 @@ class Refusal final : public pybind11::builtin_exception {
   bool is_type_error_;
 };
 
+// Takes the string over and frees it; `to<std::string>` of torch 2.13's headers leaks one with every call.
+inline std::string text_of(StringHandle handle) {
+  const char* data = nullptr;
+  size_t length = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
 // Returns if Python's check lets these arguments through, else throws its error. `op` is "moelora_native::objection_<name>",
 // which returns the type's first letter and the text, or nothing.
 template <class... Arguments>
@@ -53,17 +64,24 @@ void ask_python(const char* op, const Arguments&... arguments) {
   if (torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
     throw std::invalid_argument(std::string(op) + ": no Python here to say why these arguments do not fit the op");
   }
-  const auto text = torch::stable::detail::to<std::string>(stack[0]);
+  const std::string text = text_of(torch::stable::detail::to<StringHandle>(stack[0]));
   if (!text.empty()) throw Refusal(text[0] == 'T', text.substr(1));
 }
 
-constexpr int64_t kAny = -1;  // a size that is not compared
+constexpr int64_t kAny = -1;   // a size that is not compared
+constexpr int64_t kNone = -2;  // no tensor's size
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxKeys = int64_t{1} << 30;
 using Types = std::initializer_list<ScalarType>;
 using Sizes = std::initializer_list<int64_t>;
 constexpr Types kIdTypes = {ScalarType::Int, ScalarType::Long}, kFlagTypes = {ScalarType::Int, ScalarType::Bool};
 constexpr Types kComputeTypes = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+
+// Sizes of a tensor without elements, or with a stride of 0, can have a product that wraps around to one that fits.
+inline int64_t product(int64_t a, int64_t b) {
+  int64_t result;
+  return __builtin_mul_overflow(a, b, &result) ? kNone : result;
+}
 
 // A CPU tensor (Python's None comes as one that is not defined) of one of these types with these sizes.
 inline bool is(const Tensor& tensor, Types types, Sizes sizes) {
@@ -118,9 +136,10 @@ inline bool fits_align(const Tensor& topk_ids, const Tensor& token_lora_mapping,
 inline bool is_writable(const Tensor& output) {
   const int64_t num_tokens = output.size(0), top_k = output.size(1), width = output.size(2);
   const int64_t by_token = output.stride(0), by_choice = output.stride(1);
-  const bool tokens_apart = num_tokens <= 1 || by_token >= width, choices_apart = top_k <= 1 || by_choice >= width;
-  const bool blocks_apart = by_token >= (top_k - 1) * by_choice + width || by_choice >= (num_tokens - 1) * by_token + width;
-  return tokens_apart && choices_apart && (num_tokens <= 1 || top_k <= 1 || blocks_apart);
+  if ((num_tokens > 1 && by_token < width) || (top_k > 1 && by_choice < width)) return false;
+  if (num_tokens <= 1 || top_k <= 1) return true;
+  if (width == 0) return false;  // strides of no elements: the products below may overflow
+  return by_token >= (top_k - 1) * by_choice + width || by_choice >= (num_tokens - 1) * by_token + width;
 }
 
 inline bool fits_delta(const Tensor& output, const Tensor& hidden_states, const std::vector<Tensor>& lora_a,
@@ -141,13 +160,15 @@ inline bool fits_delta(const Tensor& output, const Tensor& hidden_states, const 
     }
   }
   const int64_t slots = lora_a[0].size(0), max_rank = lora_a[0].size(2), width = lora_b[0].size(2);
+  const int64_t columns = product(static_cast<int64_t>(lora_b.size()), width);
+  if (slots > kInt32Max || columns == kNone) return false;
   for (const Tensor& a : lora_a) {
     if (!is_stacked(a, type, slots, experts, max_rank, hidden_states.size(1))) return false;
   }
   for (const Tensor& b : lora_b) {
     if (!is_stacked(b, type, slots, experts, width, max_rank)) return false;
   }
-  if (offset < 0 || offset > output.size(2) - static_cast<int64_t>(lora_b.size()) * width) return false;
+  if (offset < 0 || offset > output.size(2) - columns) return false;
   const Types int32 = {ScalarType::Int};
   if (!is(topk_weights, {ScalarType::Float}, {num_tokens, top_k}) || !is(lora_ranks, int32, {slots})) return false;
   if (!is(sorted_token_ids, int32, {slots, kAny}) || !is(expert_ids, int32, {slots, kAny})) return false;
@@ -167,7 +188,8 @@ inline bool fits_experts(const Tensor& hidden_states, const Tensor& w13, const T
   const Types type = {hidden_states.scalar_type()};
   const int64_t num_tokens = hidden_states.size(0), hidden = hidden_states.size(1), slices = gated ? 2 : 1;
   if (!has_rows(w2, type, {kAny, hidden, kAny})) return false;
-  const int64_t experts = w2.size(0), intermediate = w2.size(2), rows = slices * intermediate;
+  const int64_t experts = w2.size(0), intermediate = w2.size(2), rows = product(slices, intermediate);
+  if (experts > kInt32Max) return false;
   if (!has_rows(w13, type, {experts, rows, hidden})) return false;
   if (!has_rows(w13_bias, type, {experts, rows}) || !has_rows(w2_bias, type, {experts, hidden})) return false;
   if (!is(topk_weights, {ScalarType::Float}, {num_tokens, kAny})) return false;
@@ -180,7 +202,7 @@ inline bool fits_experts(const Tensor& hidden_states, const Tensor& w13, const T
   if (lora_b13) {
     if (!has_rows(*lora_b13, type, {kAny, experts, rows, kAny})) return false;
     slots = lora_b13->size(0), max_rank = lora_b13->size(3);
-    if (!is_stacked(*lora_a13, type, slots, experts, slices * max_rank, hidden)) return false;
+    if (!is_stacked(*lora_a13, type, slots, experts, product(slices, max_rank), hidden)) return false;
   }
   if (lora_b2) {
     if (!is_stacked(*lora_b2, type, slots, experts, hidden, max_rank)) return false;
@@ -189,7 +211,7 @@ inline bool fits_experts(const Tensor& hidden_states, const Tensor& w13, const T
   }
   if (!is(lora_ranks, {ScalarType::Int}, {slots})) return false;
   if (slots == kAny) slots = lora_ranks ? lora_ranks->size(0) : 0;
-  return are_flags(adapter_enabled, slots);
+  return slots <= kInt32Max && are_flags(adapter_enabled, slots);
 }
 
 }  // namespace moelora

@@ -162,7 +162,7 @@ class _RefusePure(torch.autograd.Function):
 class _RefuseInPlace(torch.autograd.Function):
     """The argument to be written becomes the result, so whoever differentiates through it reaches the error.
 
-    It is written afterwards: torch looks only behind `forward` at whether it may be, and a leaf or one of several views may not.
+    It is written afterwards: torch looks only behind `forward` at whether it may be; a leaf or one of several views may not.
     """
 
     @staticmethod
