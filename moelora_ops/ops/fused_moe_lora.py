@@ -58,7 +58,8 @@ def fused_moe_lora(
         lora_b_stacked: S tensors (L, E or 1, N, R); the scaling alpha / r is already folded into B.
         topk_weights: (T, K) fp32, used when `mul_routed_weight`.
         sorted_token_ids, expert_ids, num_tokens_post_padded: from `moe_lora_align_block_size`, (L, EM), (L, blocks), (L,)
-            int32; the block size is EM / blocks. Pair ids outside [0, P) are padding, experts outside [0, E) have no delta.
+            int32; the block size is EM / blocks. Pair ids outside [0, P) are padding, experts outside [0, E) have no delta. A
+            pair listed twice (the alignment lists it once) is written by two threads at a time: its row is undefined.
         lora_ranks: (L,) int32, rank of each slot's adapter, clamped to [0, R]; columns past it are not read into a result.
         mul_routed_weight: multiply the delta by the pair's weight, in fp32.
         offset: first column written.
