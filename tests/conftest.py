@@ -5,7 +5,9 @@ Property tests draw the same examples every time; `HYPOTHESIS_PROFILE=random` dr
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -17,3 +19,15 @@ if importlib.util.find_spec("hypothesis"):  # the GPU tests do without
     settings.register_profile("fixed", derandomize=True)
     settings.register_profile("random")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No compiled code, no counts and no pass from another test."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert config.post_grad_custom_pre_pass is None

@@ -277,3 +277,23 @@ class Layer(_Block):
         if name == "scaled":
             result = result * 2.5
         return x + (result + h.mean() if name == "read twice" else result)
+
+
+class Aligns(nn.Module):
+    """Several alignments, flattened into one tensor; `change` of the arguments of the second."""
+
+    def __init__(self, **change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, ids: Tensor, mapping: Tensor) -> Tensor:
+        first: dict[str, Any] = dict(ids=ids, mapping=mapping, experts=8, block=16, loras=3, enabled=None)
+        second = first | {name: f(first[name]) for name, f in self.change.items()}
+        tables = []
+        for call in (first, second):
+            aligned = torch.ops.moelora.moe_lora_align_block_size(
+                call["ids"].int(), call["mapping"], call["experts"], call["block"], call["loras"],
+                adapter_enabled=call["enabled"],
+            )  # fmt: skip
+            tables += [t.flatten() for t in aligned]
+        return torch.cat(tables)
