@@ -44,6 +44,14 @@ def check(case: Case) -> None:
     assert_delta_close(launch(poisoned), base, exact_experts(inputs), want_base)
 
 
+def assert_redone_close(actual: Tensor, expected: Tensor) -> None:
+    """Rows of tiles done again, 16 columns a step and not 64, are the same but for their last bits.
+
+    A tensor core adds 64 products as four times 16, so tests/gpu compares bits; the interpreter's matmul rounds differently.
+    """
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """Uninitialised floats are NaN; yields what was allocated, the output (and the interpreter's copies) apart."""
@@ -150,7 +158,7 @@ def test_rows_without_adapter_keep_their_bits(
     inputs.lora_b13[0], inputs.lora_b2[0] = torch.nan, torch.inf
     got = launch(inputs)
     assert_bitwise(got[slots == -1], base[slots == -1], "base rows")
-    assert_bitwise(got[slots == 1], clean[slots == 1], "rows of the other adapter")
+    assert_redone_close(got[slots == 1], clean[slots == 1])
     assert not got[slots == 0].isfinite().all(1).any()
 
 
@@ -161,7 +169,7 @@ def test_nan_stays_in_its_row() -> None:
     inputs.hidden_states[2] = torch.nan
     got, others = launch(inputs), torch.arange(5) != 2
     assert got[2].isnan().all()
-    assert_bitwise(got[others], clean[others])
+    assert_redone_close(got[others], clean[others])
 
 
 def test_same_call_gives_the_same_bits() -> None:

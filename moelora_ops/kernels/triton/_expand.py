@@ -107,10 +107,11 @@ def expand(
     SAFE: tl.constexpr,
 ):
     """acc_s[row, col] += sum over j < rank of z[row, s, j] * B_s[slot(row), col, j], for every row with an adapter."""
-    for t in tl.range(first_tile, end_tile, WIDTH // 16, num_stages=STAGES):
+    width: tl.constexpr = 16 if SAFE else WIDTH  # safely is rare, and as a branch costs the rest its registers
+    for t in tl.range(first_tile, end_tile, width // 16, num_stages=STAGES):
         if STAGES > 1:  # a pipeline finds the next columns by itself; one stage gets them while its dots run
-            slot, j, rank = tile_columns(t, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
-        tile = (t + tl.arange(0, WIDTH) // 16)[None, :]
+            slot, j, rank = tile_columns(t, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, width)
+        tile = (t + tl.arange(0, width) // 16)[None, :]
         mask = (begin[:, None] <= tile) & (tile < end[:, None])
         offsets = z_offsets[:, None] + j[None, :]
         b0 = load_b(b_ptr, b0_offsets, slot, j, rank, stride_bl, col_mask, VEC)
@@ -121,7 +122,7 @@ def expand(
         inside = j < rank
         if STAGES == 1:
             slot, j, rank = tile_columns(
-                t + WIDTH // 16, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH
+                t + width // 16, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, width
             )
         if SAFE:
             acc0 = expand_safely(acc0, z0, b0, inside, begin, end, t)
@@ -135,13 +136,10 @@ def expand(
 
 
 @triton.jit
-def expand_safely(acc, z, b, inside, begin, end, first_tile):
-    """acc + z B^T, where B may hold what is not finite: NaN for the rows that own it in such columns, nobody else's."""
+def expand_safely(acc, z, b, inside, begin, end, tile):
+    """acc + z B^T of one rank tile, where B may hold what is not finite: NaN in such columns for the rows that own it."""
     ok = tl.abs(b.to(tl.float32)) < float("inf")
     acc = tl.dot(z.to(b.dtype), tl.trans(tl.where(ok, b, 0.0).to(b.dtype)), acc, input_precision="ieee")
     bad = (inside[None, :] & (ok == 0)).to(tl.int32)
-    for g in tl.static_range(WIDTH // 16):
-        here = (tl.arange(0, WIDTH) // 16 == g)[None, :]
-        owner = (begin <= first_tile + g) & (first_tile + g < end)
-        acc = tl.where(owner[:, None] & (tl.max(tl.where(here, bad, 0), axis=1) > 0)[None, :], float("nan"), acc)
-    return acc
+    owner = (begin <= tile) & (tile < end)
+    return tl.where(owner[:, None] & (tl.max(bad, axis=1) > 0)[None, :], float("nan"), acc)

@@ -46,9 +46,10 @@ def down_block(
     if early:
         pairs, weights = load_pairs(tables_ptr, topk_weights_ptr, rows, row_mask)
     if z_ptr is not None:
+        width: tl.constexpr = 16 if SAFE else WIDTH
         begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
         tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
-        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
+        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, width)
     acc, _ = project(
         act_ptrs, row_mask, w, w, expert, tile, col_mask, intermediate_size,
         1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,

@@ -63,9 +63,10 @@ def gate_up_block(
         w1 = w_ptr + up_columns[None, :] * stride_wn
     num_slices: tl.constexpr = 2 if GATED else 1
     if z_ptr is not None:  # what the expand needs to know is on its way during the base product
+        width: tl.constexpr = 16 if SAFE else WIDTH
         begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
         tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
-        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, WIDTH)
+        slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, width)
     gate, up = project(
         x_ptrs, row_mask, w, w1, expert, tile, col_mask, hidden_size,
         num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,
