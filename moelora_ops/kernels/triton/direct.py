@@ -43,20 +43,32 @@ def load_pair(
 
 @triton.jit
 def expand_pair(
-    acc, z_ptr, z_offset, split_stride, b_ptr, b_offsets, col_mask, rank,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr,
+    acc0, acc1, z_ptr, z_offset, slice_offset, split_stride, b_ptr, b0_offsets, b1_offsets, col_mask, rank,
+    NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """acc + z B^T in the first row; B's columns past the rank are loaded in whole vectors and left out."""
-    for begin in range(0, rank, BLOCK_R):
+    """acc_s + z_s B_s^T in the first row, both slices' loads on their way at once; acc1 as it is when NUM_SLICES is 1."""
+    for begin in tl.range(0, rank, BLOCK_R, num_stages=2):  # hardly ever a second step
         j = begin + tl.arange(0, BLOCK_R)
         z_mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & (j < tl.cdiv(rank, 16) * 16)[None, :]
-        z = load_z(z_ptr, z_offset + tl.zeros((BLOCK_M,), tl.int64)[:, None] + j[None, :], z_mask, split_stride, SPLITS)
-        mask = tl.max_constancy(col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :], [1, VEC])
-        offsets = tl.multiple_of(tl.max_contiguous(b_offsets[:, None] + j[None, :], [1, VEC]), [1, VEC])
-        b = tl.load(b_ptr + offsets, mask=mask, other=0.0)
-        b = tl.where((j < rank)[None, :], b, 0.0).to(b.dtype)
-        acc = tl.dot(z.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-    return acc
+        z_offsets = z_offset + tl.zeros((BLOCK_M,), tl.int64)[:, None] + j[None, :]
+        z0 = load_z(z_ptr, z_offsets, z_mask, split_stride, SPLITS)
+        b0 = load_pair_b(b_ptr, b0_offsets, j, rank, col_mask, VEC)
+        if NUM_SLICES == 2:
+            z1 = load_z(z_ptr, z_offsets + slice_offset, z_mask, split_stride, SPLITS)
+            b1 = load_pair_b(b_ptr, b1_offsets, j, rank, col_mask, VEC)
+        acc0 = tl.dot(z0.to(b0.dtype), tl.trans(b0), acc0, input_precision="ieee")
+        if NUM_SLICES == 2:
+            acc1 = tl.dot(z1.to(b1.dtype), tl.trans(b1), acc1, input_precision="ieee")
+    return acc0, acc1
+
+
+@triton.jit
+def load_pair_b(b_ptr, b_offsets, j, rank, col_mask, VEC: tl.constexpr):
+    """B[columns, j] in whole vectors; zero from the rank on."""
+    mask = tl.max_constancy(col_mask[:, None] & ((j // VEC) * VEC < rank)[None, :], [1, VEC])
+    offsets = tl.multiple_of(tl.max_contiguous(b_offsets[:, None] + j[None, :], [1, VEC]), [1, VEC])
+    b = tl.load(b_ptr + offsets, mask=mask, other=0.0)
+    return tl.where((j < rank)[None, :], b, 0.0).to(b.dtype)
 
 
 _SMALL = ["topk_ids_ptr", "mapping_ptr", "enabled_ptr", "expert_map_ptr", "topk_weights_ptr", "ranks_ptr"]
@@ -207,16 +219,10 @@ def direct_gate_up_kernel(
     if z_ptr is not None:
         z_row, split_stride = pair.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm
         b_ptr = b13_ptr + (slot * stride_bl + expert * stride_be) * VEC
-        gate = expand_pair(
-            gate, z_ptr, z_row, split_stride, b_ptr, gate_columns * stride_bn * VEC, col_mask, rank,
-            BLOCK_M, BLOCK_R, SPLITS, VEC,
+        gate, up = expand_pair(
+            gate, up, z_ptr, z_row, tl.cdiv(max_rank, 16) * 16, split_stride, b_ptr, gate_columns * stride_bn * VEC,
+            up_columns * stride_bn * VEC, col_mask, rank, num_slices, BLOCK_M, BLOCK_R, SPLITS, VEC,
         )  # fmt: skip
-        if GATED:
-            z_row += tl.cdiv(max_rank, 16) * 16
-            up = expand_pair(
-                up, z_ptr, z_row, split_stride, b_ptr, up_columns * stride_bn * VEC, col_mask, rank,
-                BLOCK_M, BLOCK_R, SPLITS, VEC,
-            )  # fmt: skip
     if topk_weights_ptr is not None:
         weight = tl.load(topk_weights_ptr + pair)
         gate *= weight
@@ -303,10 +309,11 @@ def direct_down_kernel(
         gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
     if z_ptr is not None:
-        acc = expand_pair(
-            acc, z_ptr, pair.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
-            b2_ptr + (slot * stride_bl + expert * stride_be) * VEC, columns.to(tl.int64) * stride_bn * VEC, col_mask, rank,
-            BLOCK_M, BLOCK_R, SPLITS, VEC,
+        b_offsets = columns.to(tl.int64) * stride_bn * VEC
+        acc, _ = expand_pair(
+            acc, acc, z_ptr, pair.to(tl.int64) * stride_zm, 0, tl.cast(num_pairs, tl.int64) * stride_zm,
+            b2_ptr + (slot * stride_bl + expert * stride_be) * VEC, b_offsets, b_offsets, col_mask, rank,
+            1, BLOCK_M, BLOCK_R, SPLITS, VEC,
         )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * stride_bias_e + columns, mask=col_mask, other=0.0)
