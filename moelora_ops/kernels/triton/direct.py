@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import load_z, slot_rank
+from ._expand import slot_rank
 from ._gemm import project
 from .gate_up import activate
 from .shrink import shrink_block
@@ -42,6 +42,15 @@ def load_pair(
 
 
 @triton.jit
+def load_z_row(z_ptr, j, rank, split_stride, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Sum of the splits of one row of z, all of them on their way at once, as the first of BLOCK_M rows."""
+    splits = tl.arange(0, triton.next_power_of_2(SPLITS))
+    mask = (splits < SPLITS)[:, None] & (j < tl.cdiv(rank, 16) * 16)[None, :]
+    z = tl.sum(tl.load(z_ptr + splits[:, None] * split_stride + j[None, :], mask=mask, other=0.0), axis=0)
+    return tl.where((tl.arange(0, BLOCK_M) == 0)[:, None], z[None, :], 0.0)
+
+
+@triton.jit
 def expand_pair(
     acc0, acc1, z_ptr, z_offset, slice_offset, split_stride, b_ptr, b0_offsets, b1_offsets, col_mask, rank,
     NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr,
@@ -49,12 +58,10 @@ def expand_pair(
     """acc_s + z_s B_s^T in the first row, both slices' loads on their way at once; acc1 as it is when NUM_SLICES is 1."""
     for begin in tl.range(0, rank, BLOCK_R, num_stages=2):  # hardly ever a second step
         j = begin + tl.arange(0, BLOCK_R)
-        z_mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & (j < tl.cdiv(rank, 16) * 16)[None, :]
-        z_offsets = z_offset + tl.zeros((BLOCK_M,), tl.int64)[:, None] + j[None, :]
-        z0 = load_z(z_ptr, z_offsets, z_mask, split_stride, SPLITS)
+        z0 = load_z_row(z_ptr + z_offset, j, rank, split_stride, SPLITS, BLOCK_M)
         b0 = load_pair_b(b_ptr, b0_offsets, j, rank, col_mask, VEC)
         if NUM_SLICES == 2:
-            z1 = load_z(z_ptr, z_offsets + slice_offset, z_mask, split_stride, SPLITS)
+            z1 = load_z_row(z_ptr + z_offset + slice_offset, j, rank, split_stride, SPLITS, BLOCK_M)
             b1 = load_pair_b(b_ptr, b1_offsets, j, rank, col_mask, VEC)
         acc0 = tl.dot(z0.to(b0.dtype), tl.trans(b0), acc0, input_precision="ieee")
         if NUM_SLICES == 2:
