@@ -246,10 +246,11 @@ def test_few_pairs_need_no_routing(case: Case, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("group_m", [1, 3])
-def test_copy_engine(interleaved: bool, group_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and act by descriptors, in grouped order, at sizes that no tile divides."""
-    gemms = (config.Gemm(16, n, 32, 4, 2, group_m, True) for n in (16, 32))
+@pytest.mark.parametrize("group_m, merged", [(1, False), (3, False), (3, True)])
+def test_copy_engine(interleaved: bool, group_m: int, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights by descriptors, in grouped order, gate and up merged or not, at sizes that no tile divides."""
+    more = {"tail_m": 16, "merged": True} if merged else {}
+    gemms = (config.Gemm(64 if merged else 16, n, 32, 4, 2, group_m, True, **more) for n in (16, 32))
     tiles = config.Experts(*gemms, config.Shrink(32, 1, 4, 2), config.Shrink(32, 1, 4, 2), segment_m=16, combine_n=256)
     monkeypatch.setattr(config, "experts", lambda problem, device: tiles)
     monkeypatch.setattr(experts, "_PLANS", {})
@@ -258,4 +259,5 @@ def test_copy_engine(interleaved: bool, group_m: int, monkeypatch: pytest.Monkey
         interleaved=interleaved, dtype=torch.float16,
     )  # fmt: skip
     check(case)
-    assert all(plan.w13_descriptor and plan.w2_descriptor for plan in experts._PLANS.values())
+    plans = experts._PLANS.values()
+    assert all(plan.w13_descriptor and plan.w2_descriptor and plan.merged == merged for plan in plans)

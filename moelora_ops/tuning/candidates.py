@@ -62,8 +62,10 @@ def _gemm_trials(base: Experts, block_m: int) -> Iterator[Experts]:
     """All tiles for gate_up and all for down, one of each in a trial."""
     tails = (0,) if block_m < 128 else (0, 64)
     shapes = itertools.product(_GEMMS[block_m], (1, 2), tails)
-    gemms = [Gemm(block_m, n, k, w, s, g, True, expand_stages=e, tail_m=tail) for (n, k, w, s, g), e, tail in shapes]
-    gate_up, down = [g for g in gemms if g.block_n <= 128], gemms  # gate_up has two accumulators
+    down = [Gemm(block_m, n, k, w, s, g, True, expand_stages=e, tail_m=tail) for (n, k, w, s, g), e, tail in shapes]
+    gate_up = [g for g in down if g.block_n <= 128]  # it has two accumulators
+    if block_m == 128:
+        gate_up += [replace(g, merged=True) for g in gate_up]
     # Without splits, whose sum costs a GEMM registers and is not for tiles of 64 rows: they have trials of their own.
     base = replace(base, shrink13=replace(base.shrink13, splits=1), shrink2=replace(base.shrink2, splits=1))
     for i in range(max(len(gate_up), len(down))):

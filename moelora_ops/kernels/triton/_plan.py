@@ -43,6 +43,7 @@ class BasePlan:
         self.pdl = tiles.pdl and has_pdl(self.device)
         engine = has_copy_engine(self.device)
         self.w13_descriptor = engine and tiles.gate_up.tma and _describable(call.w13)
+        self.merged = self.w13_descriptor and tiles.gate_up.merged and call.gated and not tiles.direct
         self.w2_descriptor = engine and tiles.down.tma and _describable(call.w2)
         self.rank_width = 16 * triton.cdiv(self.max_rank, 16)  # columns of z of one slice: whole rank tiles
         self.scratch = Scratch(self.dtype)
@@ -155,13 +156,13 @@ class BasePlan:
         return vec, tuple(s // vec for s in strides)
 
     def _describe_w13(self, call: Call) -> TensorDescriptor:
-        """[E, 2, I, H], or [E, I, 2, H] where gate and up alternate: rows past I read as zero."""
+        """[E, 2, I, H], or [E, I, 2, H] where gate and up alternate: rows past I read as zero. Merged: tiles of both slices."""
         w13, tiles, width = call.w13, self.tiles.gate_up, self.intermediate_size
-        expert, row = w13.stride(0), w13.stride(1)
+        expert, row, slices = w13.stride(0), w13.stride(1), 2 if self.merged else 1
         if call.interleaved:
-            shape, strides, block = [width, 2], [2 * row, row], [tiles.block_n, 1]
+            shape, strides, block = [width, 2], [2 * row, row], [tiles.block_n, slices]
         else:
-            shape, strides, block = [self.num_slices, width], [width * row, row], [1, tiles.block_n]
+            shape, strides, block = [self.num_slices, width], [width * row, row], [slices, tiles.block_n]
         shape = [self.num_experts, *shape, self.hidden_size]
         return TensorDescriptor(w13, shape, [expert, *strides, 1], [1, *block, tiles.block_k])
 

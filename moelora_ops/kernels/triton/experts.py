@@ -133,7 +133,7 @@ class Plan(BasePlan):
             ),
             {
                 "ACTIVATION": call.activation, "GATED": call.gated, "INTERLEAVED": call.interleaved, "TOP_K": self.top_k,
-                "W_TMA": self.w13_descriptor, **constants, **self._gemm(tiles, self.hidden_size),
+                "W_TMA": self.w13_descriptor, "MERGED": self.merged, **constants, **self._gemm(tiles, self.hidden_size),
             },
             tiles,
         )  # fmt: skip

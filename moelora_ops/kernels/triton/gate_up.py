@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
 from ._expand import CHUNK, WIDTH, expand, find_bad, tile_columns
-from ._gemm import load_block, load_row_tiles, locate, project
+from ._gemm import load_block, load_row_tiles, locate, project, project_merged
 
 
 @triton.jit
@@ -39,8 +39,9 @@ def gate_up_block(
     num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size,
     stride_xm, stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr,
-    SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr, USE_PDL: tl.constexpr,
+    MERGED: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, SAFE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of act, at most BLOCK_M rows; returns whether it has to be done again with SAFE."""
     rows = first + tl.arange(0, BLOCK_M)
@@ -67,10 +68,16 @@ def gate_up_block(
         begin, end, first_tile, end_tile = load_row_tiles(tables_ptr, num_pairs, rows, row_mask, first, last)
         tiles_ptr, tiles_per_slot = tables_ptr + tiles_at, tl.cdiv(max_rank, 16)
         slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, width)
-    gate, up = project(
-        x_ptrs, row_mask, w, w1, expert, tile, col_mask, hidden_size,
-        num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, 1 if SAFE else None,
-    )  # fmt: skip
+    stages: tl.constexpr = 1 if SAFE else None
+    if MERGED:
+        gate, up = project_merged(
+            x_ptrs, row_mask, w, expert, tile, hidden_size, INTERLEAVED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, stages
+        )
+    else:
+        gate, up = project(
+            x_ptrs, row_mask, w, w1, expert, tile, col_mask, hidden_size,
+            num_slices, INTERLEAVED, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, stages,
+        )  # fmt: skip
     if not SAFE:
         if WAIT_LATE:
             gdc_wait(USE_PDL)
@@ -142,6 +149,7 @@ def gate_up_kernel(
     INTERLEAVED: tl.constexpr,
     TOP_K: tl.constexpr,
     W_TMA: tl.constexpr,
+    MERGED: tl.constexpr,  # gate and up in one product; w13 is then a descriptor
     SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -175,7 +183,7 @@ def gate_up_kernel(
             expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
             stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
-            W_TMA, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
+            W_TMA, MERGED, SPLITS, VEC, EVEN_K, TAIL_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     else:
         again = gate_up_block(
@@ -183,7 +191,7 @@ def gate_up_kernel(
             expert, first, last, tile,
             num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
             stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
-            W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
+            W_TMA, MERGED, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, False, USE_PDL,
         )  # fmt: skip
     if z_ptr is not None and again_ptr is None:  # known when compiled
         if again:
@@ -192,7 +200,7 @@ def gate_up_kernel(
                 expert, first, last, tile,
                 num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm, stride_we, stride_wn,
                 stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION, GATED, INTERLEAVED, TOP_K,
-                W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
+                W_TMA, MERGED, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
             )  # fmt: skip
 
 
@@ -204,9 +212,10 @@ def gate_up_again_kernel(
     x_ptr, w13, bias_ptr, act_ptr, topk_weights_ptr, z_ptr, b13_ptr, ranks_ptr, tables_ptr, again_ptr, num_pairs,
     num_experts, max_loras, max_rank, expert_blocks_at, tiles_at, num_blocks, hidden_size, intermediate_size, stride_xm,
     stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr, SPLITS: tl.constexpr, VEC:
-    tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
-    tl.constexpr, GROUP_M: tl.constexpr, EXPAND_STAGES: tl.constexpr, WAIT_LATE: tl.constexpr, USE_PDL: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, W_TMA: tl.constexpr, MERGED: tl.constexpr,
+    SPLITS: tl.constexpr, VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EXPAND_STAGES: tl.constexpr,
+    WAIT_LATE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Do again, with SAFE, the tiles that `gate_up_kernel` left to it: none, but for adapters that are not finite.
 
@@ -228,6 +237,6 @@ def gate_up_again_kernel(
                     expert, first, last, i % num_tiles,
                     num_pairs, max_loras, max_rank, tiles_at, hidden_size, intermediate_size, stride_xm,
                     stride_we, stride_wn, stride_bias_e, stride_bl, stride_be, stride_bn, stride_zm, alpha, limit, ACTIVATION,
-                    GATED, INTERLEAVED, TOP_K, W_TMA, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+                    GATED, INTERLEAVED, TOP_K, W_TMA, MERGED, SPLITS, VEC, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
                     EXPAND_STAGES, WAIT_LATE, True, USE_PDL,
                 )  # fmt: skip
