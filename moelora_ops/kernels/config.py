@@ -66,6 +66,9 @@ class Experts:
     combine_n: int  # columns of a combine program
     pdl: bool = True  # programmatic dependent launch, where the device has it
     direct: bool = False  # few pairs: no routing, a block for each pair
+    # direct: gate_up sums the second shrink, over each of its tiles of columns, in place of a launch. With blocks of several
+    # pairs it loses (H200: T = 8 137 -> 144 us, T = 128 343 -> 363): their rank tiles share dots, their sums are read often.
+    fuse_shrink2: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ MAX_EXPAND_PROGRAMS = 2112  # of the delta op: smaller ones, 16 a multiprocessor
 MAX_EXPAND_R = 64  # ranks of one step of the delta op's expand
 MIN_WGMMA_M = 64
 MAX_DIRECT_R = 64
+MAX_SUMS = 64  # of the second shrink, fused
 
 
 def block_r(max_rank: int) -> int:
@@ -227,7 +231,10 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
         # One token of 8 choices is less than a program a multiprocessor: longer steps keep as many bytes in flight.
         for block_k, stages in (((256, 3),) if problem.num_pairs <= 8 and not small else ()) + ((128, 3), (128, 2)):
             gemm = Gemm(16, 32, 32, 4, stages, expand_stages=1) if small else Gemm(16, 64, block_k, 4, stages, 1, True, 1)
-            yield dataclasses.replace(_experts(problem, gemm, gemm, shrink_k=32 if small else 128), direct=True)
+            # H200, T = 1: 28.2 -> 27.1 us. A program of down has all sums of its pair in registers.
+            few_sums = problem.out_features <= MAX_SUMS * gemm.block_n
+            config = _experts(problem, gemm, gemm, shrink_k=32 if small else 128)
+            yield dataclasses.replace(config, direct=True, fuse_shrink2=few_sums)
     if problem.dtype == torch.float32:  # full precision has no tensor cores: small tiles, made to be exact, not fast
         block_m = 16 if problem.num_pairs <= 16 * problem.num_experts else 32
         gemm = Gemm(block_m, 32, 32, 4, 2, expand_stages=1)

@@ -157,6 +157,8 @@ def _stage_us(plan: Any, name: str, bound: list[dict[str, Any]]) -> float:
     from ..kernels.triton._launch import current_stream
 
     launches = [launch for launch in (getattr(plan, name), getattr(plan, f"{name}_again", None)) if launch is not None]
+    if not launches:  # fused into another
+        return 0.0
 
     def go(values: dict[str, Any]) -> None:
         stream = current_stream(plan.device)

@@ -51,6 +51,14 @@ def load_z_row(z_ptr, j, rank, split_stride, SPLITS: tl.constexpr, BLOCK_M: tl.c
 
 
 @triton.jit
+def load_pair_a(a_ptr, columns, rank_begin, rank, stride_ar, col_mask, BLOCK_R: tl.constexpr):
+    """A[rank_begin + i, columns] as [BLOCK_R, BLOCK_N]; zero from the rank on."""
+    j = rank_begin + tl.arange(0, BLOCK_R)
+    mask = (j < rank)[:, None] & col_mask[None, :]
+    return tl.load(a_ptr + j.to(tl.int64)[:, None] * stride_ar + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def expand_pair(
     acc0, acc1, z_ptr, z_offset, slice_offset, split_stride, b_ptr, b0_offsets, b1_offsets, col_mask, rank,
     NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, VEC: tl.constexpr,
@@ -150,6 +158,8 @@ def direct_gate_up_kernel(
     expert_map_ptr,
     z_ptr,  # None: no adapters
     b13_ptr,
+    a2_ptr,  # None: the second shrink is a kernel of its own
+    z2_ptr,  # [tiles, pairs, R] fp32 out: its sums over BLOCK_N columns of act
     ranks_ptr,
     num_pairs,
     num_experts,
@@ -166,6 +176,10 @@ def direct_gate_up_kernel(
     stride_be,
     stride_bn,
     stride_zm,
+    stride_al,
+    stride_ae,
+    stride_ar,
+    stride_z2m,
     alpha,
     limit,
     ACTIVATION: tl.constexpr,
@@ -182,7 +196,7 @@ def direct_gate_up_kernel(
     BLOCK_R: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """act[pair] = f([w] (W13[e] x + B13[l, e] z[pair]) + b13[e]).
+    """act[pair] = f([w] (W13[e] x + B13[l, e] z[pair]) + b13[e]); with a2_ptr also the second shrink, as `gate_up_kernel`.
 
     Grid: one program per (pair, BLOCK_N columns of act). With adapters the kernel before is the shrink, which waited: only z is
     waited for, after the base product.
@@ -193,7 +207,7 @@ def direct_gate_up_kernel(
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert, slot, rank = load_pair(
         pair, topk_ids_ptr, mapping_ptr, enabled_ptr, expert_map_ptr, ranks_ptr,
-        num_experts, num_global_experts, max_loras, max_rank, TOP_K, z_ptr is not None,
+        num_experts, num_global_experts, max_loras, max_rank, TOP_K, z_ptr is not None or a2_ptr is not None,
     )  # fmt: skip
     if expert < 0:
         if z_ptr is not None:
@@ -223,6 +237,9 @@ def direct_gate_up_kernel(
     if z_ptr is not None:
         gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
+    if a2_ptr is not None:
+        a2_ptr += slot * stride_al + expert * stride_ae
+        a2 = load_pair_a(a2_ptr, columns, 0, rank, stride_ar, col_mask, BLOCK_R)
     if z_ptr is not None:
         z_row, split_stride = pair.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm
         b_ptr = b13_ptr + (slot * stride_bl + expert * stride_be) * VEC
@@ -239,9 +256,17 @@ def direct_gate_up_kernel(
         gate += tl.load(bias_ptr + gate_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_ptr + up_columns, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    act = activate(gate, up, alpha, limit, ACTIVATION, GATED)
+    act = activate(gate, up, alpha, limit, ACTIVATION, GATED).to(act_ptr.dtype.element_ty)
     act_ptrs = act_ptr + pair.to(tl.int64) * intermediate_size + tl.zeros((BLOCK_M,), tl.int32)[:, None] + columns[None, :]
-    tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    tl.store(act_ptrs, act, mask=row_mask[:, None] & col_mask[None, :])
+    if a2_ptr is not None:
+        z2_ptr += (tile.to(tl.int64) * num_pairs + pair) * stride_z2m
+        for begin in tl.range(0, rank, BLOCK_R, num_stages=1):
+            j = begin + tl.arange(0, BLOCK_R)
+            z2 = tl.dot(act, tl.trans(a2), input_precision="ieee")
+            z2_ptrs = z2_ptr + tl.zeros((BLOCK_M,), tl.int32)[:, None] + j[None, :]
+            tl.store(z2_ptrs, z2, mask=row_mask[:, None] & (j < tl.cdiv(rank, 16) * 16)[None, :])
+            a2 = load_pair_a(a2_ptr, columns, begin + BLOCK_R, rank, stride_ar, col_mask, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SMALL)
@@ -275,6 +300,7 @@ def direct_down_kernel(
     TOP_K: tl.constexpr,
     W_TMA: tl.constexpr,
     SPLITS: tl.constexpr,
+    FUSED: tl.constexpr,  # z was summed by gate_up, over a tile of its columns in each split
     VEC: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -293,10 +319,10 @@ def direct_down_kernel(
         pair, topk_ids_ptr, mapping_ptr, enabled_ptr, expert_map_ptr, ranks_ptr,
         num_experts, num_global_experts, max_loras, max_rank, TOP_K, z_ptr is not None,
     )  # fmt: skip
-    if z_ptr is None:
+    if z_ptr is None or FUSED:
         gdc_wait(USE_PDL)
     if expert < 0:
-        if z_ptr is not None:
+        if z_ptr is not None and not FUSED:
             gdc_wait(USE_PDL)
         return
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -312,7 +338,7 @@ def direct_down_kernel(
         x_ptrs, row_mask, w, w, expert.to(tl.int32), tile, col_mask, intermediate_size,
         1, False, W_TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, None,
     )  # fmt: skip
-    if z_ptr is not None:
+    if z_ptr is not None and not FUSED:
         gdc_wait(USE_PDL)
     gdc_launch(USE_PDL)
     if z_ptr is not None:

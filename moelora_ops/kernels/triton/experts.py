@@ -188,14 +188,22 @@ class Plan(BasePlan):
 
 
 class DirectPlan(BasePlan):
-    """shrink, gate_up, shrink, down, combine in the order of pairs: for batches of a few pairs (see `direct`)."""
+    """shrink, gate_up, shrink, down, combine in the order of pairs: for batches of a few pairs (see `direct`).
+
+    With `fuse_shrink2` gate_up is the second shrink as well.
+    """
 
     def _lay_out(self, call: Call) -> None:
-        """Sections as those of `Plan`, without tables."""
+        """Sections as those of `Plan`, without tables; z2 of a fused shrink lies apart from z13."""
+        # Tiles of columns, over each of which gate_up sums the second shrink; 0: that is a kernel of its own.
+        fused = self.tiles.fuse_shrink2 and call.lora_a2 is not None
+        self.sums = triton.cdiv(self.intermediate_size, self.tiles.gate_up.block_n) if fused else 0
         free = self.scratch.add("act", self.num_pairs * self.intermediate_size, self.dtype)
+        if self.sums:  # gate_up writes it while it reads z13
+            free = self.scratch.add("z2", self.sums * self.num_pairs * self.rank_width, torch.float32, at=free)
         if call.lora_a13 is not None:
             self._add_z("z13", self.tiles.shrink13, self.num_slices, free)
-        end = free if call.lora_a2 is None else self._add_z("z2", self.tiles.shrink2, 1, free)
+        end = free if self.sums or call.lora_a2 is None else self._add_z("z2", self.tiles.shrink2, 1, free)
         self.scratch.add("rows", self.num_pairs * self.hidden_size, self.dtype, at=end)
 
     def _build(self, call: Call, values: dict[str, Any]) -> list[Launch]:
@@ -203,7 +211,7 @@ class DirectPlan(BasePlan):
         x, act = ("hidden_states", "lora_a13", "z13"), ("act", "lora_a2", "z2")
         self.shrink13 = self._shrink(call, values, x, tiles.shrink13, self.x_stride, self.top_k, self.num_slices)
         self.gate_up = self._gate_up(call, values)
-        self.shrink2 = self._shrink(call, values, act, tiles.shrink2, pair_stride, 1, 1)
+        self.shrink2 = None if self.sums else self._shrink(call, values, act, tiles.shrink2, pair_stride, 1, 1)
         self.down = self._down(call, values)
         self.combine = self._combine(call, values)
         stages = (self.shrink13, self.gate_up, self.shrink2, self.down, self.combine)
@@ -242,31 +250,38 @@ class DirectPlan(BasePlan):
             "W_TMA": self.w13_descriptor, "SPLITS": self.tiles.shrink13.splits, "ACTIVATION": call.activation,
             "GATED": call.gated, "INTERLEAVED": call.interleaved,
         }  # fmt: skip
-        more = (self.num_slices * self.rank_width, call.swiglu_alpha, call.swiglu_limit)
-        lora = ("z13", "lora_b13")
+        a2 = call.lora_a2 if self.sums else None
+        a2_strides = (0, 0, 0, 0)
+        if a2 is not None:
+            a2_strides = (a2.stride(0), 0 if a2.shape[1] == 1 else a2.stride(1), a2.stride(2), self.rank_width)
+        more = (self.num_slices * self.rank_width, *a2_strides, call.swiglu_alpha, call.swiglu_limit)
+        lora = ("z13", "lora_b13", *((None, None) if a2 is None else ("lora_a2", "z2")))
         return self._gemm(
             direct_gate_up_kernel, call, values, self.tiles.gate_up, names, lora, (self.x_stride,), more, constants
         )
 
     def _down(self, call: Call, values: dict[str, Any]) -> Launch:
         names = ("act", "w2", "w2_bias", "rows", None if call.apply_router_weight_on_input else "topk_weights")
-        constants = {"W_TMA": self.w2_descriptor, "SPLITS": self.tiles.shrink2.splits}
+        splits = self.sums or self.tiles.shrink2.splits
+        constants = {"W_TMA": self.w2_descriptor, "SPLITS": splits, "FUSED": self.sums > 0}
         more, lora = (self.rank_width,), ("z2", "lora_b2")
         return self._gemm(direct_down_kernel, call, values, self.tiles.down, names, lora, (), more, constants)
 
     def _gemm(
         self, kernel: Any, call: Call, values: dict[str, Any], tiles: config.Gemm, names: Sequence[str | None],
-        lora: tuple[str, str], strides: tuple[int, ...], more: tuple[float | None, ...], constants: dict[str, Any],
+        lora: tuple[str | None, ...], strides: tuple[int, ...], more: tuple[float | None, ...], constants: dict[str, Any],
     ) -> Launch:  # fmt: skip
+        """`lora`: z and B of this projection, and of gate_up A and z of the next where it computes them."""
         weight: Tensor = getattr(call, str(names[1]))
-        bias, lora_b = getattr(call, f"{names[1]}_bias"), values[lora[1]]
+        bias, lora_b = getattr(call, f"{names[1]}_bias"), values[str(lora[1])]
         vec, b_strides = (1, (0, 0, 0)) if lora_b is None else self._b_strides(lora_b)
-        adapters = (None, None, None) if lora_b is None else (*lora, "lora_ranks")
+        used = lora_b is not None or any(lora[2:])
+        adapters = (*((None, None) if lora_b is None else lora[:2]), *lora[2:], "lora_ranks" if used else None)
         width = self.hidden_size if names[0] == "act" else self.intermediate_size
         return self._stage(
             kernel,
             (self.num_pairs * triton.cdiv(width, tiles.block_n),),
-            (*names, "topk_ids", *self._ids(lora_b is not None), *adapters),
+            (*names, "topk_ids", *self._ids(used), *adapters),
             values,
             (
                 *self._sizes(call), self.hidden_size, self.intermediate_size, *strides, weight.stride(0), weight.stride(1),
