@@ -246,12 +246,13 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
     if rows > 64:
         for stages in (4, 3, 2):
             # One stage of the expand: with two, gate_up took 8.4 ms, not 0.75, at T = 8192 (H200, Triton 3.6; not understood).
-            # One product for gate and up: 3 to 4 % of the layer from T = 8192 on, 1 % at 2048.
-            gate_up = Gemm(128, 128, 64, 8, stages, 8, True, expand_stages=1, tail_m=64, merged=True)
+            gate_up = Gemm(128, 128, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
             down = Gemm(128, 256, 64, 8, stages, 8, True, expand_stages=1, tail_m=64)
             if rows <= 256:
                 yield _experts(problem, gate_up, down, segment_m=32, shrink_stages=3)
             else:  # no overlap to gain: 1 % without dependent launch and with a stage less (H200, T = 8192)
+                # One product for gate and up: base -3.5 and -4.1 %, with adapters -0.4 and -2.2 % (T = 8192, 16384).
+                gate_up = dataclasses.replace(gate_up, merged=True)
                 config = _experts(problem, gate_up, down, segment_m=64, shrink_k=64, shrink_stages=3)
                 yield dataclasses.replace(config, pdl=False)
     if rows > 16:

@@ -157,8 +157,8 @@ def test_plan_may_be_used_first_in_a_new_thread() -> None:
 
 
 def test_sizes_that_route_does_not_serve(plans: dict[Any, Any]) -> None:
-    """More keys than the shared memory of a cluster holds: the list gives up before it launches anything."""
-    case = Case("many-keys", num_tokens=40, num_experts=1024, max_loras=300, max_lora_rank=1, dtype=torch.bfloat16)
+    """More keys than the shared memory of a cluster holds, of more pairs than are sorted without: nothing is launched then."""
+    case = Case("many-keys", num_tokens=400, num_experts=1024, max_loras=300, max_lora_rank=1, dtype=torch.bfloat16)
     inputs = case.like(hidden_size=16, intermediate_size=16).make("cuda")
     want = one_by_one(inputs, plans)
     for _ in range(2):

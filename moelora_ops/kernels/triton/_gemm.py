@@ -85,15 +85,37 @@ def project_merged(
     x, row_mask, w, expert, tile, in_features, INTERLEAVED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`project` of two slices as one product of twice the width; w is a descriptor with tiles of both."""
+    """`project` of two slices as one product of twice the width, to `take_apart`; w is a descriptor with tiles of both."""
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in tl.range(0, in_features, BLOCK_K, num_stages=STAGES):
         k_mask = tl.arange(0, BLOCK_K) < in_features - k
         a = tl.load(x, mask=row_mask[:, None] if EVEN_K else row_mask[:, None] & k_mask[None, :], other=0.0)
         x += BLOCK_K
-        w_tile = w.load([expert, tile * BLOCK_N, 0, k] if INTERLEAVED else [expert, 0, tile * BLOCK_N, k])
-        acc = tl.dot(a, w_tile.reshape(2 * BLOCK_N, BLOCK_K).T, acc, input_precision="ieee")
-    if INTERLEAVED:  # each thread has registers of both: nothing moves
+        if INTERLEAVED:
+            b = w.load([expert, tile * BLOCK_N, 0, k])
+        else:
+            b = w.load([expert, 0, tile * BLOCK_N, k])
+        acc = tl.dot(a, b.reshape(2 * BLOCK_N, BLOCK_K).T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def merged_columns(tile, width, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(slice, column in it, row of the weight) of each column of a merged product."""
+    n = tl.arange(0, 2 * BLOCK_N)
+    if INTERLEAVED:
+        part, column = n % 2, tile * BLOCK_N + n // 2
+        row = column.to(tl.int64) * 2 + part
+    else:
+        part, column = n // BLOCK_N, tile * BLOCK_N + n % BLOCK_N
+        row = part.to(tl.int64) * width + column
+    return part, column, row
+
+
+@triton.jit
+def take_apart(acc, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(slice 0, slice 1) of a merged product: each thread has registers of both, nothing moves."""
+    if INTERLEAVED:
         acc0, acc1 = acc.reshape(BLOCK_M, BLOCK_N, 2).split()
     else:
         acc0, acc1 = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()

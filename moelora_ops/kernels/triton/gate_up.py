@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ._common import gdc_launch, gdc_wait
-from ._expand import CHUNK, WIDTH, expand, find_bad, tile_columns
-from ._gemm import load_block, load_row_tiles, locate, project, project_merged
+from ._expand import CHUNK, WIDTH, expand, expand_merged, find_bad, tile_columns
+from ._gemm import load_block, load_row_tiles, locate, merged_columns, project, project_merged, take_apart
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def gate_up_block(
         slot, j, rank = tile_columns(first_tile, end_tile, tiles_ptr, tiles_per_slot, ranks_ptr, max_loras, max_rank, width)
     stages: tl.constexpr = 1 if SAFE else None
     if MERGED:
-        gate, up = project_merged(
+        both = project_merged(
             x_ptrs, row_mask, w, expert, tile, hidden_size, INTERLEAVED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, stages
         )
     else:
@@ -84,7 +84,17 @@ def gate_up_block(
         gdc_launch(USE_PDL)
 
     again = False
-    if z_ptr is not None:
+    if MERGED:
+        if z_ptr is not None and not SAFE:
+            part, column, b_rows = merged_columns(tile, intermediate_size, INTERLEAVED, BLOCK_N)
+            both = expand_merged(
+                both, begin, end, first_tile, end_tile, tiles_ptr, tiles_per_slot, z_ptr, rows.to(tl.int64) * stride_zm,
+                tl.cast(num_pairs, tl.int64) * stride_zm, b13_ptr + expert.to(tl.int64) * stride_be * VEC,
+                tl.cast(stride_bl, tl.int64) * VEC, b_rows * stride_bn * VEC, part, column < intermediate_size,
+                ranks_ptr, max_loras, max_rank, SPLITS, VEC, EXPAND_STAGES,
+            )  # fmt: skip
+        gate, up = take_apart(both, INTERLEAVED, BLOCK_M, BLOCK_N)
+    if z_ptr is not None and (SAFE or not MERGED):
         gate, up = expand(
             gate, up, begin, end, first_tile, end_tile, slot, j, rank, tiles_ptr, tiles_per_slot,
             z_ptr, rows.to(tl.int64) * stride_zm, tl.cast(num_pairs, tl.int64) * stride_zm,
@@ -92,6 +102,7 @@ def gate_up_block(
             gate_columns * stride_bn * VEC, up_columns * stride_bn * VEC, col_mask, ranks_ptr, max_loras, max_rank,
             num_slices, SPLITS, VEC, 1 if SAFE else EXPAND_STAGES, SAFE,
         )  # fmt: skip
+    if z_ptr is not None:
         if not SAFE:
             again = find_bad(gate, up, first_tile < end_tile, flag_ptr, BLOCK_M, num_slices)
 
