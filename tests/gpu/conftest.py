@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import gc
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -99,3 +101,21 @@ def far() -> Callable[[Tensor], Tensor]:
         return view.copy_(tensor)
 
     return place
+
+
+PLAIN_PACKAGE = """
+import sys, torch
+program = torch.export.export(torch.nn.Linear(8, 8).cuda(), (torch.ones(2, 8).cuda(),))
+torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1]))
+print("loaded")
+"""
+
+
+@pytest.fixture(scope="session")
+def loads_packages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where torch itself cannot load a package of a model in which nothing is ours."""
+    path = tmp_path_factory.mktemp("plain") / "plain.pt2"
+    done = subprocess.run([sys.executable, "-c", PLAIN_PACKAGE, str(path)], capture_output=True, text=True)
+    if done.returncode < 0:
+        pytest.skip(f"torch's AOTInductor loads no CUDA package here, not even of one Linear: signal {-done.returncode}")
+    assert "loaded" in done.stdout, done.stderr[-2000:]

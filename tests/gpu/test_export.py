@@ -23,7 +23,7 @@ _SPEC.loader.exec_module(example)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
-def test_package_runs_from_python(tmp_path: Path) -> None:
+def test_package_runs_from_python(loads_packages: None, tmp_path: Path) -> None:
     """One package serves every batch size and adapter mix, other adapters too: the values of the CPU, to 1e-4 of the delta."""
     model = example.TinyMoe()
     program = example.export(model.cuda(), device="cuda")
