@@ -88,9 +88,7 @@ def make(monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> tuple[nn.Modu
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
-def test_a_package_can_hold_the_deltas_kernels(
-    loads_packages: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_package_can_hold_the_deltas_kernels(loads_packages: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its file has the two kernels as binaries; from Python, and from C++ without it, it has the bits of the op."""
     model, inputs = make(monkeypatch)
     want = inputs[0] * 2
