@@ -88,6 +88,16 @@ def test_invalid_configurations_are_recognised(what: str) -> None:
     assert not config.is_valid(dataclasses.replace(TUNED, **BROKEN[what]), QWEN, DEVICES[0])
 
 
+def test_kernels_of_few_pairs_must_fit_too() -> None:
+    """Of a pool of rank 64: its shrink takes 108 KB with four stages, down 138 KB with the 448 sums of a fused shrink."""
+    device, gemm, shrink = DEVICES[2], Gemm(16, 32, 128, 4, 2, tma=True, expand_stages=1), Shrink(128, 1, 2, 2)
+    direct = Experts(gemm, gemm, shrink, shrink, 16, combine_n=256, direct=True)
+    fused, wide = dataclasses.replace(direct, fuse_shrink2=True), dataclasses.replace(QWEN, out_features=14336)
+    assert config.is_valid(direct, wide, device) and config.is_valid(fused, QWEN, device)
+    assert not config.is_valid(fused, wide, device)
+    assert not config.is_valid(dataclasses.replace(direct, shrink13=Shrink(128, 1, 2, 4)), QWEN, device)
+
+
 def test_tuned_table_is_used(tables: Path) -> None:
     """The nearest key in the logarithm serves; its values are the fields of the dataclass."""
     device, other = DEVICES[0], dataclasses.replace(TUNED, combine_n=1024)

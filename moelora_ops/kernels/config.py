@@ -193,9 +193,14 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
         tiles = [config.segment_m, config.combine_n, *(t for g, _ in gemms for t in (g.block_m, g.block_n, g.block_k))]
         tiles += [g.tail_m for g, _ in gemms if g.tail_m]
         shared = [_gemm_shared(gemm, slices, problem) for gemm, slices in gemms]
+        if config.direct:
+            sums = -(-problem.out_features // config.gate_up.block_n) if config.fuse_shrink2 else config.shrink2.splits
+            for (gemm, slices), splits in zip(gemms, (config.shrink13.splits, sums)):
+                shared.append(_direct_shared(gemm, slices, splits, problem))
         accumulators = [(g.num_warps, slices * g.block_m * g.block_n) for g, slices in gemms]
     tiles += [s.block_k for s, _, _ in shrinks]
-    shared += [_shrink_shared(s, rows, slices, problem) for s, rows, slices in shrinks]
+    ranks = MAX_DIRECT_R if isinstance(config, Experts) and config.direct else MAX_BLOCK_R
+    shared += [_shrink_shared(s, rows, ranks, slices, problem) for s, rows, slices in shrinks]
     warps = [w for w, _ in accumulators] + [s.num_warps for s, _, _ in shrinks]
     return (
         all(t >= 16 and t & (t - 1) == 0 for t in tiles)  # the smallest tile of tl.dot, and powers of two only
@@ -219,9 +224,15 @@ def _gemm_shared(gemm: Gemm, num_weights: int, problem: Problem) -> int:
     return max(gemm.num_stages * stage, gemm.expand_stages * step, store)
 
 
-def _shrink_shared(shrink: Shrink, block_m: int, num_slices: int, problem: Problem) -> int:
-    stage = (block_m + num_slices * MAX_BLOCK_R) * shrink.block_k * problem.dtype.itemsize
-    return max(shrink.num_stages * stage, block_m * MAX_BLOCK_R * 4)
+def _direct_shared(gemm: Gemm, num_weights: int, splits: int, problem: Problem) -> int:
+    """Bytes of a step of a direct expand: all splits of a row of z, B as it comes and as an operand, z as an operand."""
+    sums = (1 << (splits - 1).bit_length()) * 4
+    return num_weights * (sums + (2 * gemm.block_n + 16) * problem.dtype.itemsize) * MAX_DIRECT_R
+
+
+def _shrink_shared(shrink: Shrink, block_m: int, ranks: int, num_slices: int, problem: Problem) -> int:
+    stage = (block_m + num_slices * ranks) * shrink.block_k * problem.dtype.itemsize
+    return max(shrink.num_stages * stage, block_m * ranks * 4)
 
 
 def _experts_rules(problem: Problem) -> Iterator[Experts]:
@@ -233,7 +244,7 @@ def _experts_rules(problem: Problem) -> Iterator[Experts]:
             gemm = Gemm(16, 32, 32, 4, stages, expand_stages=1) if small else Gemm(16, 64, block_k, 4, stages, 1, True, 1)
             # H200, T = 1: 28.2 -> 27.1 us. A program of down has all sums of its pair in registers.
             few_sums = problem.out_features <= MAX_SUMS * gemm.block_n
-            config = _experts(problem, gemm, gemm, shrink_k=32 if small else 128)
+            config = _experts(problem, gemm, gemm, shrink_k=32 if small else 128, shrink_stages=4 if stages > 2 else 2)
             yield dataclasses.replace(config, direct=True, fuse_shrink2=few_sums)
     if problem.dtype == torch.float32:  # full precision has no tensor cores: small tiles, made to be exact, not fast
         block_m = 16 if problem.num_pairs <= 16 * problem.num_experts else 32
