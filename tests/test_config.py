@@ -88,6 +88,14 @@ def test_invalid_configurations_are_recognised(what: str) -> None:
     assert not config.is_valid(dataclasses.replace(TUNED, **BROKEN[what]), QWEN, DEVICES[0])
 
 
+def test_a_tail_must_have_the_bits_of_its_repetition() -> None:
+    """On tensor cores of another kind than the whole blocks', which do a tile again, it would not."""
+    whole, shrink = Gemm(64, 64, 64, 4, 2), Shrink(64, 1, 4, 2)
+    tiles = dataclasses.replace(TUNED, gate_up=whole, down=whole, shrink13=shrink, shrink2=shrink)
+    assert config.is_valid(tiles, QWEN, DEVICES[0])
+    assert not config.is_valid(dataclasses.replace(tiles, down=dataclasses.replace(whole, tail_m=32)), QWEN, DEVICES[0])
+
+
 def test_kernels_of_few_pairs_must_fit_too() -> None:
     """Of a pool of rank 64: its shrink takes 108 KB with four stages, down 138 KB with the 448 sums of a fused shrink."""
     device, gemm, shrink = DEVICES[2], Gemm(16, 32, 128, 4, 2, tma=True, expand_stages=1), Shrink(128, 1, 2, 2)

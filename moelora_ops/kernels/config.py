@@ -173,6 +173,7 @@ def direct_block_r(max_rank: int) -> int:
 
 def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
     """Whether every kernel of the configuration compiles and fits, for a pool of any rank: the only place that says so."""
+    tails: list[int] = []
     if isinstance(config, Delta):
         block_m = config.expand_m
         shrinks = [(config.shrink, config.shrink_m, problem.num_slices)]
@@ -191,7 +192,8 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
             return False  # both walk the same expert blocks
         shrinks = [(config.shrink13, config.segment_m, problem.num_slices), (config.shrink2, config.segment_m, 1)]
         tiles = [config.segment_m, config.combine_n, *(t for g, _ in gemms for t in (g.block_m, g.block_n, g.block_k))]
-        tiles += [g.tail_m for g, _ in gemms if g.tail_m]
+        tails = [g.tail_m for g, _ in gemms if g.tail_m]
+        tiles += tails
         shared = [_gemm_shared(gemm, slices, problem) for gemm, slices in gemms]
         if config.direct:
             sums = -(-problem.out_features // config.gate_up.block_n) if config.fuse_shrink2 else config.shrink2.splits
@@ -209,6 +211,8 @@ def is_valid(config: Experts | Delta, problem: Problem, device: Device) -> bool:
         # From 64 rows on the expand is a WGMMA, fed from shared memory when z is loaded whole, but from registers when it is a
         # sum of splits; ptxas before 13.3 may overwrite such registers before they are read.
         and (block_m < MIN_WGMMA_M or all(s.splits == 1 for s, _, _ in shrinks))
+        # Tiles are done again with block_m: a tail by the older tensor cores would have other bits than its repetition.
+        and (block_m < MIN_WGMMA_M or min(tails, default=block_m) >= MIN_WGMMA_M)
         # 128 of a thread's 255 registers accumulate; operands of the older tensor cores are in registers too.
         and all(elements <= (128 if device.wide else 64) * 32 * w for w, elements in accumulators)
         and max(shared) <= device.shared_memory
